@@ -1,0 +1,567 @@
+"""Checkpoint folders on disk: write order, manifest, verification, newest, pointer, prune, lock.
+
+python checkpoint.py list OUT_DIR                    # every checkpoint and milestone, read in full
+python checkpoint.py verify OUT_DIR                  # the same; exit 1 where anything is damaged
+python checkpoint.py rollback OUT_DIR step_00000030  # let training go on from an earlier checkpoint
+
+A folder gets its name by the rename that ends its save, and the pointer (latest.json) moves after that, so a
+kill at any instant leaves the checkpoint before it whole and found. What is damaged or in the way is renamed
+(.damaged-1, .aside-1, .abandoned), never overwritten. Only rank 0, holding the lock, changes anything.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+FOLDER = re.compile("step_([0-9]{8}|[1-9][0-9]{8,})")  # a folder that was set aside has another name
+MANIFEST = {"format": int, "run": str, "step": int, "files": list}
+FILE = {"name": str, "bytes": int, "sha256": str}
+TRAINER = {"run": str, "lineage": list, "step": int, "windows": int, "tokens": int, "settings": dict}
+BATCH = {"batch_tokens": int, "block_size": int}
+POINTER = {"format": int, "run": str, "step": int, "tokens": int, "windows": int, "checkpoint": str,
+           "manifest_sha256": str, "commit": str, "nonce": str}
+
+
+class Damaged(ValueError):
+    """A checkpoint or a pointer is not what was written."""
+
+
+class Locked(ValueError):
+    """Another process trains in this folder."""
+
+
+# -- files
+
+def lock(out_dir):
+    """Lock a run's folder for as long as the returned file is open; a kill frees it. Raises: Locked."""
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    file = open(Path(out_dir) / "lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            holder = file.read().strip()
+        raise Locked(f"{out_dir} is in use by {holder}; stop that process, or set another out_dir") from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def write_json(path, obj):
+    """Replace a JSON file in one instant. Raises: OSError, ValueError for NaN; the old file then stays."""
+    temporary = _temporary(Path(path))
+    try:
+        _write_new(temporary, obj)
+        os.replace(temporary, path)
+        _fsync(temporary.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_line(path, obj):
+    """Append a line of JSON by a single write: a kill tears the last line at most. Raises: as write_json."""
+    line = json.dumps(obj, allow_nan=False).encode() + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        written = file.write(line)
+    if written < len(line):
+        mend(path)  # or the next line would be glued to half of this one
+        raise OSError(f"{path}: only {written} of {len(line)} bytes could be written; is the disk full?")
+
+
+def mend(path):
+    """Cut the torn last line, the one without a newline, that a kill may have left."""
+    if Path(path).exists():
+        with open(path, "rb+") as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+
+
+def clean(out_dir):
+    """Remove the temporary files and folders of killed processes."""
+    for folder in (Path(out_dir), Path(out_dir) / "checkpoints", Path(out_dir) / "milestones"):
+        for path in folder.glob(".tmp-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def sha256(path):
+    """The sha256, in hex, of a file's bytes as they are read back."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary(path):
+    return path.with_name(f".tmp-{os.urandom(4).hex()}")
+
+
+def _fsync(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_new(path, content):
+    """Write and fsync a new file: tensors under a name that ends in .safetensors, else JSON."""
+    if path.suffix == ".safetensors":
+        try:
+            save_file(content, path)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(f"{path}: {error}") from error
+        os.chmod(path, path.parent.stat().st_mode & 0o666)  # save_file leaves 0600, whatever the umask
+    else:
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    _fsync(path)
+
+
+def _set_aside(path, word, number=1):
+    """Rename a path to path.word-1 or the next free number (0: path.word itself); returns its new name."""
+    aside = path.with_name(f"{path.name}.{word}" + f"-{number}" * (number > 0))
+    if os.path.lexists(aside):
+        return _set_aside(path, word, number + 1)
+    os.rename(path, aside)
+    _fsync(path.parent)
+    return aside.name
+
+
+# -- one checkpoint
+
+def step_of(name):
+    """The step in a folder's name. Raises: ValueError for any other name."""
+    if not FOLDER.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a checkpoint; write it like step_00000030")
+    return int(name.removeprefix("step_"))
+
+
+def write(out_dir, step, files, run, kind="checkpoints"):
+    """Write one folder, whole or not at all, and return its path; a folder in the way is set aside.
+
+    files maps a name to a dict of tensors (.safetensors) or to a JSON object (.json).
+    Raises: OSError; ValueError for NaN in JSON, or where latest.json points at this very folder.
+    """
+    target = Path(out_dir) / kind / f"step_{step:08d}"
+    temporary, listed = _temporary(target), []
+    temporary.mkdir(parents=True)
+    try:
+        for name, content in files.items():
+            path = temporary / name
+            assert path.suffix in (".safetensors", ".json"), f"{name}: only .safetensors and .json files"
+            _write_new(path, content)
+            listed.append({"name": name, "bytes": path.stat().st_size, "sha256": sha256(path)})
+        _write_new(temporary / "manifest.json", {"format": 1, "run": run, "step": step, "files": listed})
+        _fsync(temporary)
+        if os.path.lexists(target):
+            pointed = pointer(out_dir) if kind == "checkpoints" else None
+            if pointed and pointed["checkpoint"] == target.name:  # a kill between the renames would lose both
+                raise ValueError(f"{target} is not written again: latest.json points at it")
+            _set_aside(target, "aside")
+        os.rename(temporary, target)
+        _fsync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already where the rename was reached
+    return target
+
+
+def load_tensors(folder, name):
+    """The tensors of one file of a verified folder, on the CPU."""
+    return load_file(Path(folder) / name)
+
+
+def read(folder, name, wanted, wanted_sha256=""):
+    """The tensors of one file of a folder, with just the names and shapes of `wanted` {name: tensor}.
+
+    Raises: ValueError where the file is not there, not the one of that sha256 ('': any), or of other tensors.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; a folder under checkpoints/ or milestones/ has one")
+    if wanted_sha256 and (digest := sha256(path)) != wanted_sha256:
+        raise ValueError(f"{path} has sha256 {digest}, init_sha256 asks for {wanted_sha256}")
+    try:
+        tensors = load_tensors(folder, name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    found, asked = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, wanted))
+    if wrong := sorted(name for name in found.keys() | asked.keys() if found.get(name) != asked.get(name)):
+        raise ValueError(f"{path} does not fit the settings: " + "; ".join(
+            f"{name} is {found.get(name, 'not there')}, wanted {asked.get(name, 'not there')}" for name in wrong[:8])
+            + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+    return tensors
+
+
+def verify(folder, run=None, manifest_sha256=None):
+    """Read a folder in full against its manifest; returns (manifest, trainer.json, None in a milestone).
+
+    Raises: Damaged, naming the folder, the file, what was found and what was wanted.
+    """
+    def want(right, problem):
+        if not right:
+            raise Damaged(f"{folder.name}: {problem}")
+
+    folder, trainer = Path(folder), None
+    manifest = _read_json(folder / "manifest.json", MANIFEST)
+    listed = {entry["name"]: entry for entry in manifest["files"] if _has(entry, FILE)}
+    want(folder.name == f"step_{manifest['step']:08d}", f"manifest.json: step is {manifest['step']}")
+    want(run in (None, manifest["run"]), f"manifest.json: run is {manifest['run']!r}, wanted {run!r}")
+    try:
+        there = set(os.listdir(folder)) - {"manifest.json"}
+        for name in sorted(there ^ listed.keys()):
+            want(name in listed, f"{name}: there, but not in manifest.json")
+            want(name in there, f"{name}: in manifest.json, but not there")
+        for name, entry in listed.items():
+            for key, read in (("bytes", os.path.getsize), ("sha256", sha256)):
+                found = read(folder / name)
+                want(found == entry[key], f"{name}: {key} is {found}, manifest.json says {entry[key]}")
+    except OSError as error:  # what the disk does not give back is damaged
+        raise Damaged(f"{folder.name}: {error}") from error
+    if "trainer.json" in listed or folder.parent.name == "checkpoints":
+        trainer = _read_json(folder / "trainer.json", TRAINER)
+        for key in ("run", "step"):
+            want(trainer[key] == manifest[key],
+                 f"trainer.json: {key} is {trainer[key]!r}, manifest.json says {manifest[key]!r}")
+        lineage, settings = trainer["lineage"], trainer["settings"]
+        want(lineage and all(type(entry) is list and [*map(type, entry)] == [str, int] for entry in lineage),
+             f"trainer.json: lineage is {lineage}, wanted [[session nonce, first step], ...]")
+        want(_has(settings, BATCH), "trainer.json: settings lack batch_tokens or block_size")
+        step, windows, tokens = trainer["step"], trainer["windows"], trainer["tokens"]
+        want(windows * settings["block_size"] == tokens == step * settings["batch_tokens"],
+             f"trainer.json: {tokens} tokens and {windows} windows of {settings['block_size']}, "
+             f"but step {step} has {step * settings['batch_tokens']} tokens")
+    if manifest_sha256 is not None:
+        digest = sha256(folder / "manifest.json")
+        want(digest == manifest_sha256, f"manifest.json: sha256 is {digest}, pointed at is {manifest_sha256}")
+    return manifest, trainer
+
+
+def _read_json(path, shape):
+    """A JSON object with at least the keys and types of a shape. Raises: Damaged."""
+    where = f"{path.parent.name}: {path.name}"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{where}: {error}") from error
+    if not _has(found, shape) or found.get("format", 1) != 1:
+        raise Damaged(f"{where}: wanted format 1 with {', '.join(shape)}; found {str(found)[:200]}")
+    return found
+
+
+def _has(found, shape):
+    return isinstance(found, dict) and all(type(found.get(key)) is wanted for key, wanted in shape.items())
+
+
+# -- the checkpoints of a run
+
+def pointer(out_dir):
+    """What latest.json says, None where there is none. Raises: Damaged if `point` cannot have written it."""
+    path = Path(out_dir) / "latest.json"
+    if not os.path.lexists(path):
+        return None
+    found = _read_json(path, POINTER)
+    if found["checkpoint"] != f"step_{found['step']:08d}":
+        raise Damaged(f"latest.json: checkpoint is {found['checkpoint']!r}, but step is {found['step']}")
+    if not re.fullmatch("[0-9a-f]{64}", found["manifest_sha256"]):
+        raise Damaged(f"latest.json: manifest_sha256 is {found['manifest_sha256']!r}, wanted 64 hex digits")
+    return found
+
+
+def point(out_dir, folder, nonce):
+    """Make a whole checkpoint the one to resume from; returns what latest.json now says."""
+    trainer = _read_json(Path(folder) / "trainer.json", TRAINER)
+    found = {"format": 1, **{key: trainer[key] for key in ("run", "step", "tokens", "windows")},
+             "checkpoint": Path(folder).name, "manifest_sha256": sha256(Path(folder) / "manifest.json"),
+             "commit": "", "nonce": nonce}
+    write_json(Path(out_dir) / "latest.json", found)
+    return found
+
+
+def descends(child, parent):
+    """Whether training has come from checkpoint `parent` to checkpoint `child`, by their trainer.json."""
+    known = len(parent["lineage"])
+    if child["run"] != parent["run"] or child["lineage"][:known] != parent["lineage"]:
+        return False
+    sessions_since = child["lineage"][known:]
+    return (sessions_since[0][1] if sessions_since else child["step"]) >= parent["step"]
+
+
+def newest(out_dir, report):
+    """This run's newest valid checkpoint as (folder, trainer.json), now pointed at; None where none ever was.
+
+    It is the pointed one, or the newest whole one that descends from it. A damaged one is reported and set
+    aside and the next older one taken; a damaged pointer is rebuilt. report(event, **fields) is called with
+    damaged (checkpoint, cause), adopt and pointer (checkpoint, pointed: the one before).
+    Raises: ValueError where some are there but none is valid, or of several runs; nothing is moved then.
+    """
+    out_dir, pointed, damaged = Path(out_dir), None, {}
+    try:
+        pointed = pointer(out_dir)
+    except Damaged as error:
+        damaged[out_dir / "latest.json"] = str(error)
+    there = sorted(path.name for path in out_dir.glob("checkpoints/step_*"))
+    if not (there or pointed or damaged):
+        return None
+    found, ahead = None, []
+    for folder in _of_run(out_dir, _run(out_dir, pointed)):
+        try:
+            is_pointed = pointed and folder.name == pointed["checkpoint"]
+            _, trainer = verify(folder, None, pointed["manifest_sha256"] if is_pointed else None)
+        except Damaged as error:
+            damaged[folder] = str(error)
+            continue
+        if not pointed or trainer["step"] <= pointed["step"]:
+            found = folder, trainer
+            break
+        ahead.append((folder, trainer))
+    for path, cause in damaged.items():
+        report("damaged", checkpoint=path.name, cause=cause)
+    if not found:
+        raise ValueError("\n  ".join([
+            f"{out_dir}: there are checkpoints and none is valid, and a run does not start over them;",
+            f"put a copy back, try `python checkpoint.py rollback {out_dir} step_...`, or change out_dir",
+            f"there are: {', '.join(there) or 'none any more'}", *damaged.values(),
+            *(f"{path.name}: whole, but not known to descend from the pointed one" for path, _ in ahead)]))
+    found = folder, trainer = next((later for later in ahead if descends(later[1], found[1])), found)
+    for path in damaged:
+        _set_aside(path, "damaged")
+    if not pointed or pointed["step"] != trainer["step"]:
+        report("adopt" if not pointed or pointed["step"] < trainer["step"] else "pointer",
+               checkpoint=folder.name, pointed=pointed["checkpoint"] if pointed else "")
+    elif wrong := [key for key in ("run", "tokens", "windows") if pointed[key] != trainer[key]]:
+        report("damaged", checkpoint="latest.json", cause=f"{folder.name} has another {' and '.join(wrong)}")
+        _set_aside(out_dir / "latest.json", "damaged")
+    else:
+        return found
+    point(out_dir, folder, trainer["lineage"][-1][0])
+    return found
+
+
+def _folders(out_dir):
+    """Each checkpoint folder, newest first, with the runs it names: none or two only where it is damaged."""
+    folders = [path for path in Path(out_dir).glob("checkpoints/step_*") if FOLDER.fullmatch(path.name)]
+    found = {folder: set() for folder in sorted(folders, key=lambda path: step_of(path.name), reverse=True)}
+    for folder, runs in found.items():
+        for name in ("manifest.json", "trainer.json"):
+            try:
+                runs.add(_read_json(folder / name, {"run": str})["run"])
+            except Damaged:
+                continue  # `verify` reports it
+    return found
+
+
+def _of_run(out_dir, run):
+    """The checkpoint folders, newest first, that are of a run or too damaged to tell; run None: of any."""
+    return [folder for folder, runs in _folders(out_dir).items() if run is None or not runs or run in runs]
+
+
+def _run(out_dir, pointed):
+    """The run that counts: the pointer's, else the only one, else None. Raises: ValueError for several."""
+    if pointed:
+        manifest = out_dir / "checkpoints" / pointed["checkpoint"] / "manifest.json"
+        if manifest.is_file() and sha256(manifest) == pointed["manifest_sha256"]:
+            return _read_json(manifest, MANIFEST)["run"]  # proven by its hash, unlike the pointer's own
+        return pointed["run"]
+    runs = sorted(set().union(*_folders(out_dir).values()))
+    if len(runs) > 1:
+        raise ValueError(f"{out_dir}: there are checkpoints of several runs ({', '.join(runs)}) and no valid "
+                         f"latest.json; choose one by `python checkpoint.py rollback {out_dir} step_...`")
+    return runs[0] if runs else None
+
+
+def find(out_dir, resume, report, writes):
+    """(folder, trainer record) to go on from as `resume` asks, or None for a fresh start.
+
+    With `writes` off nothing is repaired or moved: the checkpoint that is named or pointed at is verified and taken."""
+    if not writes:
+        pointed = pointer(out_dir)
+        name = resume if resume.startswith("step_") else pointed and pointed["checkpoint"]
+        found = name and (folder := Path(out_dir, "checkpoints", name), verify(folder)[1])
+    else:
+        if resume.startswith("step_"):
+            rollback(out_dir, step_of(resume), report)
+        found = newest(out_dir, report)
+    if resume == "never" and found:
+        raise ValueError(f"resume='never', but {out_dir} holds {found[0].name} of run {found[1]['run']}; "
+                         "resume='auto' goes on with it, another out_dir starts anew")
+    if resume == "must" and not found:
+        raise ValueError(f"resume='must', but {out_dir} holds no checkpoint")
+    return found
+
+
+class Failed(RuntimeError):
+    """The run cannot go on; `reason` is one of status.json's."""
+
+    def __init__(self, text, reason="error"):
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass
+class Journal:
+    """The files of a run folder that tell its story. Only rank 0 writes them, but each rank the errors/ of its own."""
+
+    out_dir: str
+    writes: bool
+    run: object  # with session, step and horizon
+    started: bool = False  # past the start: an error is no longer one of settings
+
+    def report(self, event, **fields):
+        """One line of events.jsonl."""
+        self.line("events.jsonl", {"time": round(time.time(), 3), "session": self.run.session, "step": self.run.step,
+                                   "event": event, **fields})
+
+    def line(self, name, row):
+        """One line of a jsonl file; a disk that takes none costs the line, not the run."""
+        if self.writes:
+            try:
+                append_line(Path(self.out_dir) / name, row)
+            except OSError as error:
+                print(f"a line of {name} is lost: {error}", file=sys.stderr, flush=True)
+
+    def status(self, state, reason):
+        """What status.json says from now on."""
+        if self.writes:
+            write_json(Path(self.out_dir) / "status.json", {"state": state, "reason": reason, "step": self.run.step,
+                                                            "max_steps": self.run.horizon})
+
+    def finished(self):
+        """Whether status.json says that the run was finished."""
+        path = Path(self.out_dir) / "status.json"
+        return path.exists() and json.loads(path.read_text())["state"] == "finished"
+
+    def evaluation_at(self, step):
+        """The last complete evaluation recorded for a step, or None."""
+        path, found = Path(self.out_dir) / "events.jsonl", None
+        for line in path.read_text().splitlines() if path.exists() else ():
+            if '"event": "eval"' in line and (row := json.loads(line))["step"] == step and row["complete"]:
+                found = row
+        return found
+
+    @contextlib.contextmanager
+    def answering_errors(self):
+        """Turn an error into an exit status: 2 with one message for what a person can mend before the first step, 1 for
+        all else, with the traceback in errors/rank_N.txt."""
+        rank = int(os.environ.get("RANK", 0))
+        try:
+            yield
+        except Exception as error:  # the one place that sees every failure, to leave its cause on disk
+            of_settings = isinstance(error, (ValueError, OSError)) and not self.started
+            if not (of_settings or isinstance(error, Failed)):
+                traceback.print_exc()
+            elif rank == 0:
+                print(f"train.py: {error}", file=sys.stderr, flush=True)
+            if not of_settings and Path(self.out_dir).is_dir():
+                path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(traceback.format_exc())
+                self.status("failed", getattr(error, "reason", "error"))
+            raise SystemExit(2 if of_settings else 1) from error
+
+
+def claim(out_dir, at_exit):
+    """Make out_dir this process's until at_exit, an ExitStack, closes: the lock, and no leftovers of a killed one. Raises: Locked."""
+    at_exit.callback(lock(out_dir).close)
+    clean(out_dir)
+    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
+        mend(Path(out_dir) / name)
+
+
+def prune(out_dir, run, keep, report):
+    """Keep the pointed checkpoint and the `keep` - 1 newest before it; delete what is older in this run."""
+    pointed = pointer(out_dir)
+    if not pointed or pointed["run"] != run:
+        return
+    older = [folder for folder, runs in _folders(out_dir).items()
+             if runs == {run} and step_of(folder.name) < pointed["step"]]
+    for folder in reversed(older[max(keep, 1) - 1:]):
+        temporary = _temporary(folder)
+        os.rename(folder, temporary)  # a folder half deleted must not be taken for a checkpoint
+        _fsync(folder.parent)
+        shutil.rmtree(temporary)
+        report("prune", checkpoint=folder.name)
+
+
+def rollback(out_dir, step, report):
+    """Point at a step's checkpoint and rename its run's later ones *.abandoned; (folder, trainer.json).
+
+    Raises: ValueError where there is none, Damaged where it is not whole; nothing is changed then.
+    """
+    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+    if not folder.is_dir():
+        there = ", ".join(path.name for path in _folders(out_dir)) or "none"
+        raise ValueError(f"{out_dir}: there is no {folder.name}; there are: {there}")
+    trainer = verify(folder)[1]
+    point(out_dir, folder, trainer["lineage"][-1][0])
+    later = [path for path in _of_run(out_dir, trainer["run"]) if step_of(path.name) > step]
+    # oldest first: after a kill the newest, which descends from this one, is adopted, as if never rolled back
+    abandoned = [_set_aside(path, "abandoned", number=0) for path in reversed(later)]
+    report("rollback", checkpoint=folder.name, abandoned=abandoned)
+    return folder, trainer
+
+
+# -- commands
+
+def survey(out_dir):
+    """Rows (name, run, bytes, pointed, state) of all checkpoints and milestones, and of a damaged pointer."""
+    rows, pointed = [], {"checkpoint": ""}
+    try:
+        pointed = pointer(out_dir) or pointed
+        if not (out_dir / "checkpoints" / pointed["checkpoint"]).is_dir():
+            raise Damaged(f"{pointed['checkpoint']} is not there")
+    except Damaged as error:
+        rows.append(("latest.json", "", 0, "", f"damaged: {error}"))
+    for folder in sorted([*out_dir.glob("checkpoints/step_*"), *out_dir.glob("milestones/step_*")]):
+        is_pointed, run, state = folder == out_dir / "checkpoints" / pointed["checkpoint"], "", "set aside"
+        if FOLDER.fullmatch(folder.name):
+            try:
+                manifest, _ = verify(folder, None, pointed["manifest_sha256"] if is_pointed else None)
+                run, state = manifest["run"], "whole"
+            except Damaged as error:
+                state = f"damaged: {error}"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        rows.append((f"{folder.parent.name}/{folder.name}", run, size, "yes" if is_pointed else "", state))
+    return rows
+
+
+def main(words=None):
+    """Run one command; returns the exit status: 0, 1 where `verify` finds damage, 2 for an error."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("list", "verify", "rollback"):
+        commands.add_parser(command).add_argument("out_dir", type=Path)
+    commands.choices["rollback"].add_argument("checkpoint")
+    asked = parser.parse_args(words)
+    try:
+        if not asked.out_dir.is_dir():
+            raise ValueError(f"{asked.out_dir} is not a folder")
+        if asked.command == "rollback":
+            with lock(asked.out_dir):
+                step = step_of(asked.checkpoint)
+                rollback(asked.out_dir, step, lambda event, **fields: print(event, json.dumps(fields)))
+            return 0
+        rows = survey(asked.out_dir)
+    except (ValueError, OSError) as error:
+        print(f"checkpoint.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{'checkpoint':36} {'run':16} {'bytes':>15} pointed state")
+    for name, run, size, is_pointed, state in rows:
+        print(f"{name:36} {run or '-':16} {size:15,} {is_pointed or '-':7} {state}")
+    return int(asked.command == "verify" and any(row[-1].startswith("damaged") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
