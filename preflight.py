@@ -1,0 +1,363 @@
+"""Checks before the first step: settings against each other, a resume against what it resumes, and facts of the host.
+
+Pure functions of settings and host facts; no collective, no file is written. What a person can mend is a ValueError
+that says what was asked, what was found and what would do.
+"""
+import hashlib
+import math
+import os
+import pathlib
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy
+import safetensors
+import torch
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+CHOICES = {
+    "data_verify": ("background", "off"), "prepare": ("", "stdlib"),
+    "norm": ("layernorm", "rmsnorm"), "position": ("learned", "rope"), "mlp": ("gelu", "swiglu"),
+    "optimizer": ("adamw", "muon"), "schedule": ("wsd", "cosine", "constant"),
+    "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "compile": ("auto", "on", "off"),
+}
+AT_LEAST_ONE = ("block_size", "n_layer", "n_head", "n_embd", "batch_tokens", "batch_size", "log_interval",
+                "keep_checkpoints", "max_bad_steps")
+RATIOS = ("decay_ratio", "min_lr_ratio", "dropout", "beta1", "beta2", "muon_momentum")
+# Settings that may differ when a run is resumed; `device`, `compile` and their like change how a step is computed, not
+# which step it is. Everything that is not named here or in HORIZON is frozen, so a new setting starts frozen.
+MAY_DIFFER = frozenset("""
+    out_dir resume init_sha256 eval_only dry_run data_dir prepare data_verify batch_size
+    eval_interval eval_tokens sample_interval sample_tokens prompts_file control_tolerance
+    checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
+    log_interval trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
+    max_bad_steps peak_tflops""".split())
+HORIZON = frozenset(("max_steps", "max_tokens", "tokens_per_parameter"))  # judged together by `check_horizon`
+
+# Dense peaks in TFLOP/s as NVIDIA's data sheets give them, without sparsity; the first name that occurs in the device's
+# name counts. A5000: 256 tensor cores x 128 FMA x 2 x 1.695 GHz. An unknown device has no MFU rather than a wrong one.
+PEAKS = (
+    ("H200 NVL", {"bfloat16": 836, "float16": 836}), ("H200", {"bfloat16": 989, "float16": 989}),
+    ("H100 PCIe", {"bfloat16": 756, "float16": 756}), ("H100 NVL", {"bfloat16": 835, "float16": 835}),
+    ("H100", {"bfloat16": 989, "float16": 989}), ("GH200", {"bfloat16": 989, "float16": 989}),
+    ("B200", {"bfloat16": 2250, "float16": 2250}),
+    ("A100", {"bfloat16": 312, "float16": 312}), ("A10G", {"bfloat16": 70, "float16": 70}),
+    ("L40S", {"bfloat16": 362, "float16": 362}), ("L4", {"bfloat16": 121, "float16": 121}),
+    ("A5000", {"bfloat16": 111.1, "float16": 111.1}), ("A6000", {"bfloat16": 154.8, "float16": 154.8}),
+    ("RTX 4090", {"bfloat16": 165.2, "float16": 165.2}), ("RTX 3090", {"bfloat16": 71, "float16": 71}),
+    ("T4", {"float16": 65}), ("V100", {"float16": 125}),
+)
+
+
+def check_settings(settings):
+    """Raises one ValueError that lists every setting whose value cannot work, whatever the data and the device."""
+    problems = [f"{name} is {settings[name]!r}; it is one of {', '.join(map(repr, choices))}"
+                for name, choices in CHOICES.items() if settings[name] not in choices]
+    for name, value in settings.items():
+        if name in AT_LEAST_ONE and value < 1:
+            problems.append(f"{name} is {value}; it must be at least 1")
+        elif name in RATIOS and not 0 <= value <= 1:
+            problems.append(f"{name} is {value}; it must lie in 0 to 1")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+            problems.append(f"{name} is {value}; it must not be negative")
+    if settings["resume"] not in ("auto", "never", "must") and not settings["resume"].startswith("step_"):
+        problems.append(f"resume is {settings['resume']!r}; it is 'auto', 'never', 'must' or a checkpoint such as "
+                        "'step_00000030'")
+    if settings["beta1"] == 1 or settings["beta2"] == 1 or settings["dropout"] == 1:
+        problems.append("beta1, beta2 and dropout must be below 1")
+    if settings["eval_only"] and settings["dry_run"]:
+        problems.append("eval_only and dry_run exclude each other")
+    if problems:
+        raise ValueError("settings that cannot work:\n  " + "\n  ".join(problems))
+
+
+def micro_batches_of(batch_tokens, block_size, batch_size, world_size):
+    """The number of micro-batches in a step over all ranks. Raises ValueError where the step cannot be cut so."""
+    unit = block_size * batch_size
+    if batch_tokens % unit:
+        below, above = batch_tokens // unit * unit, (batch_tokens // unit + 1) * unit
+        raise ValueError(f"batch_tokens {batch_tokens:,} is not a multiple of block_size x batch_size = {block_size:,} x "
+                         f"{batch_size:,} = {unit:,}; nearest: " + (f"{below:,} or " if below else "") + f"{above:,}")
+    if batch_tokens // unit < world_size:
+        raise ValueError(f"a step of batch_tokens {batch_tokens:,} is {batch_tokens // unit} micro-batches of batch_size "
+                         f"{batch_size} x block_size {block_size:,}, too few for {world_size} ranks; a batch_size of "
+                         f"at most {batch_tokens // block_size // world_size or 'none'} or a batch_tokens of at least {unit * world_size:,} would do")
+    return batch_tokens // unit
+
+
+def vocabulary_of(vocab_size, data_vocab_size, data_dir):
+    """The vocabulary of the model: as set, else that of the data. Raises ValueError where the data have ids beyond it."""
+    if 0 < vocab_size < data_vocab_size:
+        raise ValueError(f"vocab_size is {vocab_size:,}, but {data_dir} has ids up to {data_vocab_size - 1:,}")
+    return vocab_size or data_vocab_size
+
+
+def check_length(tokens, block_size, data_dir):
+    """Raises ValueError where the training data do not fill one window."""
+    if tokens <= block_size:
+        raise ValueError(f"{data_dir} has {tokens:,} train tokens; a window of block_size {block_size:,} needs at least "
+                         f"{block_size + 1:,}")
+
+
+def check_eval_only(source, val_windows, out_dir, data_dir):
+    """Raises ValueError where eval_only has no weights or no data to work on."""
+    if not source:
+        raise ValueError(f"eval_only=True, but {out_dir} holds no checkpoint and init_from names none")
+    if not val_windows:
+        raise ValueError(f"eval_only=True, but {data_dir} has no validation window")
+
+
+def next_due(step, interval, horizon):
+    """The next step after `step` that is a multiple of `interval`, at most the horizon."""
+    return min(horizon, (step // interval + 1) * interval) if interval else horizon
+
+
+def horizon_of(max_steps, max_tokens, tokens_per_parameter, parameters, batch_tokens):
+    """The step the schedule is planned for: from tokens_per_parameter, else max_tokens, else max_steps."""
+    tokens = int(tokens_per_parameter * parameters) or max_tokens
+    horizon = tokens // batch_tokens if tokens else max_steps
+    if horizon < 1:
+        raise ValueError(f"no step to do: {tokens:,} tokens are less than batch_tokens {batch_tokens:,}" if tokens else
+                         "no step to do: max_steps, max_tokens and tokens_per_parameter are all 0")
+    return horizon
+
+
+def schedule_note(schedule, horizon, warmup_steps, decay_ratio):
+    """A word of warning where the warmup leaves no stable phase, '' where it does: short trials of a long run's settings do."""
+    decay_start = horizon - round(decay_ratio * horizon) if schedule == "wsd" else horizon
+    if warmup_steps <= decay_start:
+        return ""
+    return (f"note   warmup_steps {warmup_steps:,} reaches past step {decay_start:,} of {horizon:,}, where the {schedule} schedule "
+            f"{'begins to decay' if schedule == 'wsd' else 'ends'}: the warmup goes first, so the peak rate is not held")
+
+
+def check_horizon(schedule, decay_ratio, step, recorded, wanted):
+    """Raises ValueError where the horizon may not go from `recorded` to `wanted` at `step` (never under cosine; under wsd
+    only before the decay start of both, so that no learning rate already used would have been another)."""
+    if recorded == wanted or schedule == "constant":
+        return
+    if schedule == "cosine":
+        raise ValueError(f"the horizon of a cosine schedule cannot change: this run was planned for {recorded:,} steps, "
+                         f"{wanted:,} were asked for; a wsd schedule can be prolonged before it decays")
+    first = min(horizon - round(decay_ratio * horizon) for horizon in (recorded, wanted))
+    if step >= first:
+        raise ValueError(f"the horizon cannot change from {recorded:,} to {wanted:,} steps at step {step:,}: one of the two "
+                         f"begins to decay at step {first:,}; go back before it with resume='step_...'")
+
+
+def check_resume(recorded, present):
+    """Raises one ValueError listing every frozen setting whose value is not the recorded one.
+
+    A setting that the record does not know is new since then and is left alone."""
+    differences = [f"{name}: the run has {recorded[name]!r}, asked for {value!r}" for name, value in present.items()
+                   if name in recorded and name not in MAY_DIFFER | HORIZON and recorded[name] != value]
+    if differences:
+        raise ValueError("this run cannot go on with other values of settings that shape it:\n  " + "\n  ".join(differences)
+                         + "\nGive them their old values, or start another run in another out_dir (init_from takes the weights).")
+
+
+def pick_device(name):
+    """The device type asked for, or the best there is. Raises ValueError where the host lacks it."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
+    if not there[name]:
+        raise ValueError(f"device='{name}' was asked for, but this torch finds only "
+                         f"{', '.join(kind for kind, found in there.items() if found)}")
+    return name
+
+
+def pick_dtype(name, device_type, bf16_native, recorded=""):
+    """The compute dtype: as asked for, else as `recorded` by the run, else the fastest that the device has in hardware.
+
+    `bf16_native`: bfloat16 is multiplied in hardware. A T4 says that it supports bfloat16 and emulates it, so the caller
+    goes by capability. Raises ValueError where the device lacks the dtype."""
+    wanted = name
+    if name == "auto":
+        fastest = ("bfloat16" if bf16_native else "float16") if device_type == "cuda" else "float32"
+        wanted = recorded or fastest
+    if wanted == "bfloat16" and not bf16_native and (name == "auto" or device_type == "cuda"):
+        raise ValueError(f"dtype bfloat16 is {'what this run recorded' if name == 'auto' else 'asked for'}, but this {device_type} "
+                         "device only emulates it, slowly; dtype='float16' or dtype='float32' would do")
+    if wanted == "float16" and device_type == "mps":
+        raise ValueError("dtype float16 is not built for mps; dtype='float32' would do")
+    return wanted
+
+
+def pick_compile(name, device_type, bf16_native):
+    """Whether to compile: 'auto' does on CUDA cards of capability 8 and up. Raises ValueError where a CPU build has no compiler."""
+    if name == "on" and device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ValueError("compile='on' needs a C++ compiler on CPU and none was found; compile='off' would do")
+    return name == "on" or name == "auto" and device_type == "cuda" and bf16_native
+
+
+def peak_flops(device_type, dtype, peak_tflops):
+    """Dense peak of one device in FLOP/s at `dtype`, or 0 where it is not known. `peak_tflops` overrides the table."""
+    if peak_tflops:
+        return peak_tflops * 1e12
+    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    row = next((peaks for part, peaks in PEAKS if part.lower() in name.lower()), {})
+    return row.get(dtype, 0) * 1e12
+
+
+def threads_of(cores, ranks_on_host, omp_num_threads):
+    """CPU threads for this rank: one process takes all cores, ranks on one host share them.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks, so a 1 there is taken for torchrun's and not for a wish."""
+    if omp_num_threads and not (ranks_on_host > 1 and omp_num_threads == 1):
+        return omp_num_threads
+    return max(1, cores // ranks_on_host)
+
+
+def cores():
+    """The CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def free_gb(path):
+    """Free space in GB (10^9 bytes) on the disk that holds `path` or will."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free / 1e9
+
+
+def check_disk(path, min_free_gb):
+    """Raises ValueError where less than `min_free_gb` are free."""
+    if free_gb(path) < min_free_gb:
+        raise ValueError(f"min_free_gb asks for {min_free_gb} GB free beside {path}, found {free_gb(path):.2f} GB")
+
+
+def set_kernels(kind, deterministic):
+    """Sets what torch keeps per process and returns a function that puts it back."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    torch.use_deterministic_algorithms(deterministic)
+    if kind == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where the card has it
+
+    def restore():
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+    return restore
+
+
+def read_prompts(path):
+    """The prompts of a text file, one a line, with \\n for a line break; [''], the start of a document, without a file."""
+    if not path:
+        return [""]
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
+    except OSError as error:
+        raise ValueError(f"prompts_file {path!r} cannot be read: {error.strerror}; sample_interval=0 turns samples off") from error
+
+
+def check_control(found, recorded, tolerance, folder):
+    """Raises ValueError where the loaded model does not reproduce the loss that was recorded with it."""
+    if not abs(found - recorded) <= tolerance:
+        raise ValueError(f"the weights of {folder} give a loss of {found:.6f} on the control windows, {recorded:.6f} was recorded "
+                         f"when they were saved; control_tolerance is {tolerance}. The model's code or the validation data "
+                         "are not what they were")
+
+
+def peak_memory_gb(device):
+    """Peak memory of this rank in GB: device memory on CUDA, resident memory elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+
+
+def versions():
+    """Versions of what computes and of what writes files."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__,
+            "safetensors": safetensors.__version__}
+
+
+def git_commit():
+    """The commit of this code, '' outside a git checkout."""
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def code_sha256():
+    """The sha256 of the files that decide what a step does."""
+    here = pathlib.Path(HERE)
+    return {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("train.py", "model.py")}
+
+
+def finite(value):
+    """`value` rounded for a JSON line, None where it is not a finite number (JSON has none)."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
+
+
+class Stages:
+    """Seconds of each stage of the start, by name."""
+
+    def __init__(self, **seconds):
+        self.seconds, self.mark = {name: round(value, 3) for name, value in seconds.items()}, time.perf_counter()
+
+    def end(self, name):
+        """Ends the stage that began where the one before it ended."""
+        now = time.perf_counter()
+        self.seconds[name], self.mark = round(now - self.mark, 3), now
+
+
+# -- lines for a person
+
+def describe(say, counts, flops, first_loss, stream, settings, micro_batches, world_size, state_numbers):
+    """The first lines of a run: model, data, plan, first loss to expect."""
+    block_size, steps, batch_tokens = settings["block_size"], settings["max_steps"], settings["batch_tokens"]
+    tokens, pass_tokens = steps * batch_tokens, (len(stream) - 1) // block_size * block_size
+    groups = ", ".join(f"{name} {number:,}" for name, number in counts.items() if name != "total" and number)
+    say(f"model  {counts['total']:,} parameters ({groups}), {flops / 1e6:,.1f} MFLOP a token")
+    say(f"data   {settings['data_dir']}: {len(stream):,} train tokens in {plural(len(stream.shards), 'shard')}, vocabulary "
+        f"{settings['vocab_size']:,}")
+    say(f"plan   {steps:,} steps x {batch_tokens:,} tokens = {tokens:,} tokens: {tokens / pass_tokens:.2f} passes, "
+        f"{tokens / counts['total']:.1f} tokens per parameter")
+    compiled = "compiled" if settings["compile"] == "on" else "not compiled"
+    say(f"       a step is {plural(micro_batches, 'micro-batch', 'micro-batches')} of {settings['batch_size']} x {block_size:,} over "
+        f"{plural(world_size, 'rank')} on {settings['device']} in {settings['dtype']}, {compiled}; "
+        f"{(counts['total'] + state_numbers) * 4e-6:,.1f} MB a checkpoint")
+    say(f"       expected first loss {first_loss:.3f} nats per token, where targets do not depend on the input"
+        + "; less where tokens repeat, since embedding and head are one" * settings["tie_embeddings"])
+    if note := schedule_note(settings["schedule"], steps, settings["warmup_steps"], settings["decay_ratio"]):
+        say(note)
+
+
+def plural(number, one, many=""):
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def live_line(row, horizon, left_s):
+    """Step, loss, rate, gradient norm, speed, time left."""
+    loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in (("loss", 4), ("grad_norm", 3)))
+    return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  {row['tokens_per_s']:>9,.0f} tokens/s"
+            + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "") + f"  {duration(left_s)} left")
+
+
+def eval_line(step, result):
+    """Validation loss in nats per token and bits per byte."""
+    if not result["complete"]:
+        return f"eval   step {step:,}: cut short by a signal"
+    per_byte = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    return (f"eval   step {step:,}: val loss {result['val_loss']:.4f} nats per token{per_byte} "
+            f"({result['windows']:,} windows, {result['seconds']:.1f} s)")
+
+
+def duration(seconds):
+    """'1 h 02 min', '3 min 20 s', '14 s'."""
+    seconds = int(seconds)
+    if seconds >= 3600:
+        return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+    return f"{seconds // 60} min {seconds % 60:02d} s" if seconds >= 60 else f"{seconds} s"

@@ -1,0 +1,936 @@
+"""longhaul: train a GPT in plain PyTorch, on machines that will be taken away. The run after N kills is the same run.
+
+    python train.py config/quickstart.py                                  one process; all CPU cores or one GPU
+    torchrun --standalone --nproc_per_node=8 train.py config/124m.py      one host, 8 ranks
+    python train.py config/quickstart.py --max_steps=300 --out_dir=out/short   later words win
+
+Type the same line again after a kill, a Ctrl-C or a quota: it goes on from the newest checkpoint in `out_dir`, with
+whatever number of ranks. `python train.py --help` lists every setting.
+
+Whatever can be a pure function of the step is one: the windows of a step, the learning rate, the dropout seeds. So a
+checkpoint is weights, optimizer state and a few integers, and there is no generator or loader state to lose.
+Order of this file: settings, ranks, data, schedule, optimizer, evaluation, checkpoints, reporting, the step, main.
+
+Tensor shapes: B windows, T positions, V vocabulary, N matrices of one shape, R rows, C columns.
+"""
+import sys
+import time
+
+import configurator
+
+STARTED = time.perf_counter()
+
+# -- run: which run this is, and how this session begins
+out_dir = "out"  # folder of this run: checkpoints, metrics, events, samples
+seed = 1337  # initial weights and dropout
+resume = "auto"  # 'auto' (newest checkpoint, else start), 'never', 'must', or 'step_00000030' (go back to it)
+init_from = ""  # a checkpoint or milestone folder: its weights only, fresh optimizer, step 0; '' = draw weights
+init_sha256 = ""  # sha256 that init_from's model.safetensors must have; '' = any
+eval_only = False  # evaluate the checkpoint on all of val and stop; writes nothing
+dry_run = False  # do everything up to the first step, print the plan and stop; writes nothing
+# -- data: prepared by data/prepare.py
+data_dir = "data/stdlib"  # folder with manifest.json and shards
+data_seed = 1337  # order of the windows
+prepare = ""  # 'stdlib': build the embedded corpus (Python's own sources) when data_dir is absent; '' = off
+data_verify = "background"  # hash the shards that are read, at low priority, once per session: 'background' or 'off'
+# -- model: GPT-2 124M as it stands
+block_size = 1024  # positions in a window (tokens of context)
+vocab_size = 0  # token ids; 0 = from the data manifest (padded to a multiple of 64 inside the model)
+n_layer = 12  # blocks
+n_head = 12  # query heads
+n_kv_head = 0  # key and value heads; 0 = n_head
+head_width = 0  # width of a head; 0 = n_embd // n_head
+n_embd = 768  # width of the residual stream
+norm = "layernorm"  # 'layernorm' or 'rmsnorm'
+norm_eps = 1e-5  # added to the variance
+position = "learned"  # 'learned' (a table) or 'rope'
+rope_theta = 10000.0  # base of the rotary angles
+mlp = "gelu"  # 'gelu' or 'swiglu'
+mlp_ratio = 4.0  # hidden width of the MLP / n_embd
+mlp_hidden = 0  # hidden width of the MLP; 0 = mlp_ratio * n_embd, to a multiple of 64
+bias = True  # biases in linear layers and layer norms
+dropout = 0.0  # share of activations dropped
+qk_norm = False  # RMSNorm on queries and keys
+value_residual = False  # mix the first block's values into every later block's
+logit_cap = 0.0  # logits pass through cap * tanh(logits / cap); 0 = off
+tie_embeddings = True  # the head uses the token embedding's weights
+# -- batch: one step is batch_tokens over all ranks, however many there are
+batch_tokens = 524288  # tokens per step over all ranks; a multiple of block_size * batch_size
+batch_size = 16  # windows in one forward on one rank (a micro-batch)
+# -- optimizer
+optimizer = "adamw"  # 'adamw', or 'muon' = Muon on hidden matrices, AdamW on the rest
+learning_rate = 6e-4  # peak rate of AdamW
+muon_learning_rate = 0.02  # peak rate of Muon
+muon_momentum = 0.95  # reached from 0.85 over the first 300 updates
+weight_decay = 0.1  # decoupled, on 2-D parameters: p *= 1 - rate * weight_decay
+beta1 = 0.9  # AdamW
+beta2 = 0.95  # AdamW
+grad_clip = 1.0  # largest norm of the gradient over all parameters; 0 = off
+# -- schedule: the factor on both rates, a function of the step
+schedule = "wsd"  # 'wsd' (warmup, stable, linear decay), 'cosine', 'constant'
+max_steps = 19073  # steps; the horizon of the schedule
+max_tokens = 0  # tokens; when set, max_steps = max_tokens // batch_tokens
+tokens_per_parameter = 0.0  # tokens per parameter; when set, max_tokens follows from it
+warmup_steps = 700  # steps of linear warmup
+decay_ratio = 0.2  # share of the run in which wsd decays, at its end
+min_lr_ratio = 0.1  # final rate / peak rate
+# -- evaluation
+eval_interval = 500  # steps between evaluations; 0 = only where sampling or the horizon asks
+eval_tokens = 10485760  # tokens of val in an evaluation before the horizon; 0 = all of val
+sample_interval = 2000  # steps between samples; 0 = off
+sample_tokens = 120  # tokens in a sample
+prompts_file = "data/prompts.txt"  # one prompt a line, \n for a line break; '' = from the start of a document
+control_tolerance = 0.001  # nats; how far the 8 control windows' loss may lie from the recorded one after loading
+# -- checkpoint
+checkpoint_interval = 500  # steps between checkpoints; 0 = only at the end of a session
+keep_checkpoints = 2  # newest checkpoints to keep
+milestone_interval = 0  # steps between milestones (weights only, kept for ever); 0 = off
+stop_after_steps = 0  # stop this session after so many steps; 0 = off
+session_minutes = 0.0  # stop this session in time for a last save; 0 = off
+min_free_gb = 0.0  # GB; refuse to start with less free disk
+# -- logging
+log_interval = 10  # steps between rows of metrics.jsonl and live lines
+trace_windows = False  # write the windows of every step to windows.jsonl
+# -- system
+device = "auto"  # 'auto', 'cuda', 'mps', 'cpu'
+dtype = "auto"  # compute: 'auto', 'float32', 'bfloat16', 'float16' (with loss scaling)
+compile = "auto"  # 'auto' (on for CUDA cards of capability 8 and up), 'on', 'off'
+activation_checkpointing = False  # recompute activations in the backward pass: less memory, a third more work
+loss_chunk_tokens = 0  # tokens of logits held at a time; 0 = all
+deterministic = False  # deterministic kernels only (same bits on GPU and under compile), slower
+# -- guards
+max_bad_steps = 10  # steps with a non-finite loss or gradient in a row before the run stops
+peak_tflops = 0.0  # TFLOP/s of the device, for MFU; 0 = from the table in preflight.py
+
+if __name__ == "__main__":
+    configurator.configure(globals(), sys.argv[1:])  # before torch is imported: a typo is answered at once
+
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import signal
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import preflight
+import sample
+from checkpoint import Failed
+from data import prepare as data_prepare
+from model import GPT, GPTConfig, expected_first_loss, flops_per_token, parameter_counts
+from preflight import finite
+
+IMPORT_SECONDS = time.perf_counter() - STARTED
+ADAM_EPS = 1e-8
+MUON_FIRST_MOMENTUM, MUON_WARMUP_UPDATES = 0.85, 300  # then muon_momentum
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Source: Jordan et al., "Muon", 2024: the quintic's coefficients
+FIRST_LOSS_SCALE = 2.0**16  # float16 only
+LOSS_SCALE_GROWTH_STEPS = 2000  # steps without overflow after which the loss scale doubles
+CONTROL_WINDOWS = 8
+CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
+DROP_STEP_AFTER_S = 10.0  # after a signal, a step that takes longer than this is dropped
+REQUESTS = ("signal", "minutes", "data", "drop")  # what any rank can ask for; agreed with the gradients of every step
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------------
+
+Ranks = collections.namedtuple("Ranks", "rank world_size device")  # who this process is in the job
+
+
+@dataclass
+class Interrupt:
+    """What the signal handler saw: the first signal's name and when; later ones change nothing."""
+    name: str = ""
+    at: float = math.inf
+
+    def arrived(self, number, _frame):
+        if not self.name:
+            self.name, self.at = signal.Signals(number).name, time.monotonic()
+
+
+@contextlib.contextmanager
+def start_ranks(device_type, interrupt):
+    """Joins the process group, sets threads and signal handlers, and leaves all of them as it found them. Ranks: all."""
+    rank, world_size, local_rank, ranks_on_host, omp_threads = (int(os.environ.get(name) or default) for name, default in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("OMP_NUM_THREADS", 0)))
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(preflight.threads_of(preflight.cores(), ranks_on_host, omp_threads))
+    before = {number: signal.signal(number, interrupt.arrived) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    own_group = world_size > 1 and not dist.is_initialized()
+    if own_group:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank, world_size, device)
+    finally:
+        if own_group:
+            dist.destroy_process_group()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(threads)
+
+
+def from_rank_0(ranks, function, *arguments):
+    """What `function` returns or raises on rank 0, on every rank: one reading, one decision. Ranks: all (a broadcast)."""
+    answer = [None, None]
+    if ranks.rank == 0:
+        try:
+            answer[0] = function(*arguments)
+        except (ValueError, OSError, RuntimeError) as error:
+            answer[1] = error
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, device=ranks.device)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def share_of(count, ranks):
+    """The contiguous run of 0..count-1 that is this rank's; runs differ by at most one. 5 over 3 ranks: 0-1, 2-3, 4."""
+    base, extra = divmod(count, ranks.world_size)
+    first = ranks.rank * base + min(ranks.rank, extra)
+    return range(first, first + base + (ranks.rank < extra))
+
+
+def hash64(*words):
+    """A 64-bit integer from words (numbers and text), the same on every machine and version."""
+    return int.from_bytes(hashlib.sha256(json.dumps(words).encode()).digest()[:8], "little")
+
+
+# ---- data: which windows a step takes, and their tokens ----------------------------------------------------------------
+
+def mix(values, key):
+    """Scrambles uint64 `values` under a 64-bit `key`. Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    x = values + np.uint64(key)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(indices, n, key):
+    """Where a seeded permutation of 0..n-1 takes each of `indices` (uint64 array), in constant memory for any n.
+
+    A Feistel network of 8 rounds over pairs (left, right) with left * b + right = index and a * b just above n;
+    the few values that land outside 0..n-1 are sent through again until they land inside (cycle walking), which keeps it
+    a bijection. Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Frozen: golden values in tests.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    a, b = np.uint64(a), np.uint64(b)
+    keys = [hash64(key, "round", i) for i in range(8)]
+    values = np.array(indices, dtype=np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        left, right = np.divmod(values[walking], b)
+        for i, round_key in enumerate(keys):
+            if i % 2 == 0:
+                left = (left + mix(right, round_key) % a) % a
+            else:
+                right = (right + mix(left, round_key) % b) % b
+        values[walking] = left * b + right
+        walking = walking[values[walking] >= n]
+    return values
+
+
+# One time through a run of tokens: `windows` windows of the job from `first` on, over `tokens` tokens from first_token on.
+Pass = collections.namedtuple("Pass", "number first windows first_token tokens")
+
+
+def pass_of(window, order, block_size):
+    """The pass that holds a window of the job.
+
+    `order`: [(first window of the job, train tokens then), ...], one entry per growth of the data. After a growth the
+    next pass runs over the tokens that no pass has covered, the passes after it over everything.
+    """
+    number = covered = 0
+    for (first, total), (end, _) in zip(order, [*order[1:], (math.inf, 0)]):
+        fresh = (total - covered - 1) // block_size if covered else 0
+        if fresh > 0:
+            if window < first + fresh:
+                return Pass(number, first, fresh, covered, total - covered)
+            number, first = number + 1, first + fresh
+        every = (total - 1) // block_size
+        whole = (min(window, end - 1) - first) // every
+        if window < end:
+            return Pass(number + whole, first + whole * every, every, 0, total)
+        number, covered = number + (end - first) // every, total
+    raise AssertionError(f"window {window} lies before the first segment of {order}")
+
+
+def draw_windows(first, count, order, data_seed, block_size):
+    """Windows first .. first+count-1 of the job as three int64 arrays: pass, window within the pass, first token.
+
+    A pure function: the whole job's list, whatever the ranks; dealt to micro-batches in runs of batch_size afterwards.
+    Each pass has its own permutation and its own offset below one window, so it draws each of its windows once.
+    """
+    drawn = []
+    while count:
+        part = pass_of(first, order, block_size)
+        take = min(count, part.first + part.windows - first)
+        index = np.arange(first - part.first, first - part.first + take, dtype=np.uint64)
+        windows = permute(index, part.windows, hash64(data_seed, "pass", part.number)).astype(np.int64)
+        offset = hash64(data_seed, "offset", part.number) % ((part.tokens - 1) % block_size + 1)
+        drawn.append((np.full(take, part.number), windows, part.first_token + offset + windows * block_size))
+        first, count = first + take, count - take
+    return tuple(np.concatenate(column) for column in zip(*drawn))
+
+
+def pass_starting_in(first, count, order, block_size):
+    """The first window in first .. first+count-1 that starts a pass after the run's first, or None."""
+    part = pass_of(first, order, block_size)
+    start = first if first == part.first and first > 0 else part.first + part.windows
+    return start if start < first + count else None
+
+
+def window_ids(drawn):
+    """[[pass, window], ...] of what draw_windows gave."""
+    return np.stack(drawn[:2], axis=1).tolist()
+
+
+def token_order(segments):
+    """[(first window, train tokens), ...] from trainer.json's segments [[first window, shard list], ...]."""
+    return [(first, sum(shard["tokens"] for shard in shards)) for first, shards in segments]
+
+
+def read_windows(stream, starts, block_size, device):
+    """idx_BT and targets_BT (int64, on `device`) of the windows at `starts`; targets are one token ahead."""
+    batch = torch.from_numpy(stream.windows(starts, block_size + 1))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # from the caching host allocator, which reuses a block only after its copy is done
+    batch = batch.to(device, non_blocking=True)
+    return batch[:, :-1], batch[:, 1:]
+
+
+# ---- schedule ---------------------------------------------------------------------------------------------------------
+
+def lr_factor(i, schedule, horizon, warmup_steps, decay_ratio, min_lr_ratio):
+    """The factor on both learning rates in the i-th step (0-based)."""
+    if i < warmup_steps:
+        return (i + 1) / warmup_steps
+    decay_steps = round(decay_ratio * horizon)
+    if schedule == "wsd" and i >= horizon - decay_steps:
+        return min_lr_ratio + (1 - min_lr_ratio) * (horizon - i) / decay_steps
+    if schedule == "cosine":
+        progress = (i - warmup_steps) / max(1, horizon - 1 - warmup_steps)
+        return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return 1.0
+
+
+# ---- optimizer --------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Optimizer:
+    """Parameters in groups, their state by parameter name, and the numbers that live on the device so that no step waits
+    for the host. `flat` holds all gradients and, in its tail, what ranks must agree on: one exchange a step does both."""
+    groups: list  # [(kind, decays, [(name, parameter), ...]), ...]; kind 'adamw' or 'muon'
+    state: dict  # 'exp_avg.NAME', 'exp_avg_sq.NAME', 'momentum.NAME' -> float32 tensor
+    flat: torch.Tensor  # float32: gradients of all parameters, then loss, requests and memory of each rank
+    gradients: torch.Tensor  # the head of `flat`; every parameter's .grad is a view of it
+    tail: torch.Tensor  # the rest of it
+    updates: torch.Tensor  # applied steps: AdamW's bias correction and the momentum warmup follow it
+    loss_scale: torch.Tensor  # 1 but in float16
+    growth: torch.Tensor  # applied steps since the loss scale last changed
+    halted: torch.Tensor  # 1 once a step was dropped: nothing is applied after that
+    scaling: bool  # float16: the loss scale moves
+    betas: tuple
+    weight_decay: float
+    momentum: float
+    grad_clip: float
+    heads: tuple  # query heads, key and value heads, head width
+    matrix_dtype: torch.dtype  # of Newton-Schulz
+
+
+def group_parameters(model, optimizer):
+    """[(kind, decays, [(name, parameter), ...]), ...] with each parameter in exactly one group.
+
+    Muon takes the matrices of the blocks; embeddings, head and vectors stay with AdamW. 2-D parameters decay.
+    """
+    groups = {("muon", True): [], ("adamw", True): [], ("adamw", False): []}
+    for name, parameter in model.named_parameters():
+        kind = "muon" if optimizer == "muon" and name.startswith("h.") and parameter.ndim == 2 else "adamw"
+        groups[kind, parameter.ndim == 2].append((name, parameter))
+    return [(kind, decays, named) for (kind, decays), named in groups.items() if named]
+
+
+def new_optimizer(model, optimizer, ranks, scaling, **constants):
+    """A fresh Optimizer; every state tensor is there from the start, so that all ranks and checkpoints have the same keys."""
+    groups = group_parameters(model, optimizer)
+    state = {f"{slot}.{name}": torch.zeros_like(parameter) for kind, _, named in groups for name, parameter in named
+             for slot in (("momentum",) if kind == "muon" else ("exp_avg", "exp_avg_sq"))}
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    flat = torch.zeros(count + 1 + len(REQUESTS) + ranks.world_size, device=ranks.device)
+    taken = 0
+    for parameter in parameters:
+        parameter.grad = flat[taken:taken + parameter.numel()].view_as(parameter)
+        taken += parameter.numel()
+    updates, growth, halted = (torch.zeros((), device=ranks.device) for _ in range(3))
+    loss_scale = torch.full_like(updates, FIRST_LOSS_SCALE if scaling else 1.0)
+    return Optimizer(groups, state, flat, flat[:count], flat[count:], updates, loss_scale, growth, halted, scaling, **constants)
+
+
+def adamw_update(opt, named, lr, weight_decay, skip):
+    """One AdamW update of the named parameters in place, nothing at all where `skip` is 1. Source: Loshchilov and Hutter,
+    "Decoupled weight decay regularization", 2019, algorithm 2. The kernel is the one behind torch.optim.AdamW(fused=True)."""
+    names, parameters = zip(*named)
+    torch._fused_adamw_(list(parameters), [p.grad for p in parameters], [opt.state["exp_avg." + name] for name in names],
+                        [opt.state["exp_avg_sq." + name] for name in names], [], [opt.updates] * len(names), lr=lr,
+                        beta1=opt.betas[0], beta2=opt.betas[1], weight_decay=weight_decay, eps=ADAM_EPS, amsgrad=False,
+                        maximize=False, found_inf=skip)
+
+
+def orthogonalise(matrices_NRC, dtype):
+    """The nearest semi-orthogonal matrix to each of a stack, roughly: singular values end in about 0.7 to 1.2.
+
+    Five Newton-Schulz steps on X / ||X||, normalised in float32 before the cast. Source: Jordan et al., "Muon", 2024."""
+    a, b, c = NEWTON_SCHULZ
+    x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).float()
+
+
+def matrices_of(name, tensor, heads):
+    """The matrices in a parameter: queries, keys and values are stored as one and orthogonalised apart."""
+    if not name.endswith("attn.c_attn.weight"):
+        return [tensor]
+    n_head, n_kv_head, width = heads
+    return list(tensor.split([n_head * width, n_kv_head * width, n_kv_head * width]))
+
+
+def muon_update(opt, named, lr, weight_decay, skip):
+    """One Muon update of the named matrices in place, nothing where `skip` is 1.
+
+    Momentum as an exponential average with Nesterov's look-ahead, then the nearest semi-orthogonal matrix times
+    sqrt(max(1, rows / columns)). Matrices of one shape go through Newton-Schulz as one stack.
+    Source: Jordan et al., "Muon", 2024; decoupled decay as in Liu et al., "Muon is scalable for LLM training", 2025."""
+    applied = 1 - skip
+    first = min(MUON_FIRST_MOMENTUM, opt.momentum)
+    beta = first + (opt.momentum - first) * (opt.updates / MUON_WARMUP_UPDATES).clamp(max=1)
+    stacks = {}
+    for name, parameter in named:
+        gradient = torch.where(skip > 0, 0, parameter.grad)
+        average = opt.state["momentum." + name].lerp_(gradient, (1 - beta) * applied)
+        ahead = torch.lerp(gradient, average, beta)
+        for matrix, update in zip(matrices_of(name, parameter.data, opt.heads), matrices_of(name, ahead, opt.heads)):
+            stacks.setdefault(matrix.shape, []).append((matrix, update))
+    for (rows, columns), pieces in stacks.items():
+        updates_NRC = orthogonalise(torch.stack([update for _, update in pieces]), opt.matrix_dtype)
+        step_NRC = updates_NRC * (lr * max(1, rows / columns) ** 0.5 * applied)
+        for (matrix, _), step in zip(pieces, step_NRC):
+            matrix.mul_(1 - lr * weight_decay * applied).sub_(step)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------------------------
+
+def window_losses(model, stream, starts, group, block_size, device, autocast, interrupt):
+    """Each window's loss summed over its tokens in float64, in the order of `starts`; fewer where a signal came.
+
+    On CPU each forward has one thread and several run side by side, uncompiled: a product split over threads may
+    round otherwise, and a window's loss must not depend on how many there are."""
+    cpu, threads, training = device.type == "cpu", torch.get_num_threads(), model.training
+
+    @torch.no_grad()
+    def sums_of(batch):
+        compiled = not cpu and len(batch[0]) == group  # one shape
+        with autocast():
+            return (model if compiled else model.forward)(*batch).cpu().double().sum(dim=1).tolist()
+
+    groups, sums = [starts[first:first + group] for first in range(0, len(starts), group)], []
+    model.eval()
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        torch.set_num_threads(1 if cpu else threads)
+        for first in range(0, len(groups), threads):
+            if interrupt.name:
+                break
+            batches = [read_windows(stream, windows, block_size, device) for windows in groups[first:first + threads]]
+            sums.extend(number for part in (pool.map if cpu else map)(sums_of, batches) for number in part)
+    torch.set_num_threads(threads)
+    model.train(training)
+    return sums
+
+
+def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_bytes, interrupt):
+    """Mean loss over the windows at `starts`, dealt to all ranks in groups and summed in window order.
+
+    `token_bytes`: the bytes of text that each id stands for, or None. Returns the fields of an `eval` event, val_loss in
+    nats per token; not complete, and without numbers, where a signal cut it short. Ranks: all (an exchange at its end)."""
+    began = time.perf_counter()
+    groups = share_of(-(-len(starts) // group), ranks)
+    first, mine = groups.start * group, starts[groups.start * group:groups.stop * group]
+    losses = window_losses(model, stream, mine, group, block_size, ranks.device, autocast, interrupt)
+    table = torch.zeros(3, len(starts), dtype=torch.float64)  # of each window: loss, bytes of text, done
+    table[0, first:first + len(losses)] = torch.tensor(losses, dtype=torch.float64)
+    table[2, first:first + len(losses)] = 1
+    for i, start in enumerate(mine[:len(losses)] if token_bytes is not None else ()):
+        table[1, first + i] = float(token_bytes[stream.windows([start + 1], block_size)].sum())
+    if ranks.world_size > 1:
+        table = table.to(ranks.device)
+        dist.all_reduce(table)  # each window has one rank's number and zeros: the sum is exact
+    loss, text_bytes, done = table.cpu().tolist()
+    result = {"split": "val", "val_loss": None, "bits_per_byte": None, "perplexity": None, "windows": len(starts),
+              "complete": all(done), "seconds": round(time.perf_counter() - began, 3)}
+    if result["complete"]:
+        mean = sum(loss) / (len(starts) * block_size)
+        result["val_loss"], result["perplexity"] = finite(mean), finite(math.exp(min(mean, 700.0)))
+        result["bits_per_byte"] = finite(sum(loss) / math.log(2) / sum(text_bytes)) if any(text_bytes) else None
+    return result
+
+
+def validation_starts(stream, block_size, eval_tokens):
+    """First tokens of the fixed validation windows: all, or so many spread evenly that eval_tokens are reached."""
+    windows = max(0, (len(stream) - 1) // block_size)
+    wanted = min(windows, -(-eval_tokens // block_size)) if eval_tokens else windows
+    return np.arange(wanted, dtype=np.int64) * windows // max(1, wanted) * block_size
+
+
+def control_loss(model, stream, block_size, device):
+    """Mean loss on the first windows of `stream`, in float32, window by window: a loaded model must reproduce it."""
+    starts = np.arange(min(CONTROL_WINDOWS, (len(stream) - 1) // block_size)) * block_size
+    sums = window_losses(model, stream, starts, 1, block_size, device, contextlib.nullcontext, Interrupt())
+    return sum(sums) / (len(starts) * block_size)
+
+
+# ---- checkpoints: what goes into one, and what is taken from it ---------------------------------------------------
+
+@dataclass
+class Run:
+    """What identifies this run and what the loop changes; trainer.json holds it."""
+    run: str = ""  # drawn at step 0, for ever
+    lineage: list = field(default_factory=list)  # [[session nonce, first step], ...]
+    session: int = 0
+    step: int = 0  # completed steps, applied or skipped
+    segments: list = field(default_factory=list)  # [[first window of the job, train shard list], ...]
+    bad_steps: int = 0  # in a row, up to now
+    best_val_loss: float | None = None
+    horizon: int = 0  # the step the schedule is planned for
+
+
+def order_fingerprint(windows, order, data_seed, block_size):
+    """A hash of the first windows of the pass at the cursor: another permutation in the same place would show."""
+    part = pass_of(windows, order, block_size)
+    head = draw_windows(part.first, min(64, part.windows), order, data_seed, block_size)
+    return hashlib.sha256(json.dumps([column.tolist() for column in head]).encode()).hexdigest()
+
+
+def trainer_record(run, opt, settings, manifest, control):
+    """trainer.json: everything of a checkpoint that is not a tensor of the model or the optimizer."""
+    tokens, block_size, order = run.step * settings["batch_tokens"], settings["block_size"], token_order(run.segments)
+    windows = tokens // block_size
+    assert windows * block_size == tokens, "the cursor counts whole windows"
+    return {
+        "format": 1, "run": run.run, "lineage": run.lineage, "session": run.session, "step": run.step,
+        "updates": int(opt.updates), "bad_steps": run.bad_steps, "windows": windows, "tokens": tokens,
+        "pass": pass_of(windows, order, block_size).number,
+        "order_fingerprint": order_fingerprint(windows, order, settings["data_seed"], block_size),
+        "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
+        "segments": run.segments, "settings": settings,
+        "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
+        "best_val_loss": run.best_val_loss, "wandb_run_id": "", "control": control, "threads": torch.get_num_threads(),
+        "versions": preflight.versions(), "git_commit": preflight.git_commit(), "code": preflight.code_sha256(),
+    }
+
+
+def weights_of(model):
+    """The parameters by name, on the host."""
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def save(out_dir, run, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
+    """Writes a checkpoint, points to it, prunes older ones. Returns '' or the cause where it failed. Ranks: rank 0.
+
+    Raises Failed for weights that are not finite, or data found damaged: neither is ever pointed at."""
+    began, weights = time.perf_counter(), weights_of(model)
+    if damage:
+        raise Failed(damage)
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+        raise Failed(f"the weights of step {run.step:,} are not finite; the checkpoint before it stands")
+    control = control_loss(model, control_stream, settings["block_size"], opt.flat.device)
+    files = {"model.safetensors": weights, "model.json": model_record,
+             "optimizer.safetensors": {name: tensor.cpu() for name, tensor in opt.state.items()},
+             "trainer.json": trainer_record(run, opt, settings, manifest, control)}
+    try:
+        folder = checkpoint.write(out_dir, run.step, files, run.run)
+        checkpoint.point(out_dir, folder, run.lineage[-1][0])
+        checkpoint.prune(out_dir, run.run, keep, report)
+    except OSError as error:
+        report("save_failed", cause=str(error))
+        return str(error)
+    report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
+           seconds=round(time.perf_counter() - began, 3))
+    return ""
+
+
+def take_over(trainer, run, opt, manifest, settings):
+    """Checks that settings and data are those of the recorded run, takes its counters over, and returns the settings
+    that differ as {name: [recorded, now]}. Raises ValueError where it is not the same run."""
+    recorded, shards = trainer["settings"], trainer["segments"][-1][1]
+    preflight.check_resume(recorded, settings)
+    preflight.check_horizon(settings["schedule"], settings["decay_ratio"], trainer["step"], recorded["max_steps"],
+                            settings["max_steps"])
+    data_prepare.grown(shards, manifest["train"])  # shards may have been appended since, not changed
+    data_prepare.check_fingerprint(manifest | {"train": shards}, trainer["data_fingerprint"], settings["data_dir"])
+    if trainer["order_fingerprint"] != order_fingerprint(trainer["windows"], token_order(trainer["segments"]),
+                                                         settings["data_seed"], settings["block_size"]):
+        raise ValueError("the order of windows at the cursor is not the recorded one: the code that draws windows has changed")
+    for name in ("run", "lineage", "session", "step", "segments", "bad_steps", "best_val_loss"):
+        setattr(run, name, trainer[name])
+    opt.updates.fill_(trainer["updates"])
+    if recorded["dtype"] == settings["dtype"]:
+        opt.loss_scale.fill_(trainer["scaler"]["scale"])
+        opt.growth.fill_(trainer["scaler"]["growth_steps"])
+    return {name: [recorded[name], now] for name, now in settings.items() if name in recorded and recorded[name] != now}
+
+
+def load_state(ranks, folder, model, opt, init_from, init_sha256):
+    """Puts a checkpoint's (or init_from's) tensors, read on rank 0, into every rank's model and optimizer; a fresh start
+    hands out rank 0's initial weights. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
+    parameters, held = dict(model.named_parameters()), {}
+    if folder:
+        wanted = {"model.safetensors": parameters, "optimizer.safetensors": opt.state}
+        from_rank_0(ranks, lambda: [held.update(checkpoint.read(folder, *pair)) for pair in wanted.items()] and None)
+    elif init_from:
+        from_rank_0(ranks, lambda: held.update(checkpoint.read(init_from, "model.safetensors", parameters, init_sha256)))
+    with torch.no_grad():
+        for name, tensor in [*parameters.items(), *opt.state.items()]:
+            if name in held:
+                tensor.copy_(held.pop(name))
+            if ranks.world_size > 1:
+                dist.broadcast(tensor.data, src=0)
+
+
+# ---- the step -------------------------------------------------------------------------------------------------------
+
+def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, dropout_key, out_of_time, damage, interrupt):
+    """One step: this rank's micro-batches, one exchange of gradients, one decision, one update.
+
+    `micro_batches` yields this rank's (index in the step, (idx_BT, targets_BT)); `count` is their number over all ranks.
+    The decision to skip is a device tensor folded into every update, so the host waits for nothing here. Returns the
+    outcome as a device vector that Outcome.of reads. Ranks: all (one all-reduce)."""
+    opt.flat.zero_()
+    dropped = False
+    for index, batch in micro_batches:
+        if dropped := time.monotonic() > interrupt.at + DROP_STEP_AFTER_S:
+            break
+        if dropout_key:
+            draw = hash64(*dropout_key, index)
+            torch.manual_seed((draw >> 32) ^ (draw & 0xFFFFFFFF))  # the CPU's generator ignores all but 32 bits
+        with autocast():
+            loss = model(*batch).mean()
+        (loss * opt.loss_scale).backward()
+        opt.tail[0] += loss.detach()
+    memory = [0.0] * ranks.world_size
+    memory[ranks.rank] = preflight.peak_memory_gb(ranks.device)
+    opt.tail[1:] = on_device([bool(interrupt.name), out_of_time, damage, dropped, *memory], ranks.device)
+    if ranks.world_size > 1:
+        dist.all_reduce(opt.flat)
+
+    # every micro-batch has the same number of tokens: the sum of means over `count` is the mean over the step's tokens
+    scale = opt.loss_scale * count
+    loss, grad_norm = opt.tail[0] / count, torch.linalg.vector_norm(opt.gradients) / scale
+    bad_loss, bad_gradient = ~loss.isfinite(), ~grad_norm.isfinite()
+    opt.halted.copy_(torch.maximum(opt.halted, opt.tail[1 + REQUESTS.index("drop")]).clamp(max=1))
+    skip = (bad_loss | bad_gradient | (opt.halted > 0)).float()
+    outcome = torch.stack([loss, grad_norm, bad_loss.float(), bad_gradient.float(), opt.halted, opt.loss_scale])
+    outcome = torch.cat([outcome, opt.tail[1:]])
+
+    clip = (opt.grad_clip / (grad_norm + 1e-6)).clamp(max=1) if opt.grad_clip else 1.0
+    opt.gradients.mul_(clip / scale)
+    opt.updates.add_(1 - skip)
+    with torch.no_grad():
+        for kind, decays, named in opt.groups:
+            if kind == "adamw":
+                adamw_update(opt, named, lr, opt.weight_decay * decays, skip)
+            else:
+                muon_update(opt, named, muon_lr, opt.weight_decay * decays, skip)
+    if opt.scaling:
+        overflow, grown = bad_gradient & ~bad_loss & (opt.halted == 0), opt.growth + (1 - skip)
+        full = grown >= LOSS_SCALE_GROWTH_STEPS
+        opt.growth.copy_(torch.where(overflow | full, 0, grown))
+        opt.loss_scale.mul_(torch.where(overflow, 0.5, torch.where(full, 2.0, 1.0)))
+    return outcome
+
+
+def on_device(numbers, device):
+    """A float32 vector on `device` without waiting for it."""
+    vector = torch.tensor(numbers, dtype=torch.float32)
+    return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)
+
+
+def to_host(vector):
+    """Starts the copy of a device vector to the host; calling the result waits for it and gives a list of numbers."""
+    if vector.device.type != "cuda":
+        return vector.tolist
+    host, done = torch.empty(vector.shape, pin_memory=True), torch.cuda.Event()
+    host.copy_(vector, non_blocking=True)
+    done.record()
+    return lambda: (done.synchronize(), host.tolist())[1]
+
+
+@dataclass
+class Outcome:
+    """What a step has come to, on the host."""
+    loss: float
+    grad_norm: float
+    verdict: str  # 'applied', 'overflow', 'bad', 'dropped'
+    loss_scale: float
+    stop: str  # why a rank asks to stop: '', 'signal', 'minutes', 'data'
+    mem_gb: float  # the largest over ranks
+
+    @classmethod
+    def of(cls, numbers, scaling):
+        loss, grad_norm, bad_loss, bad_gradient, halted, loss_scale = numbers[:6]
+        signalled, minutes, data, dropped, *memory = numbers[6:]
+        verdict = ("dropped" if halted else "overflow" if scaling and bad_gradient and not bad_loss and loss_scale > 1
+                   else "bad" if bad_loss or bad_gradient else "applied")
+        stop = "data" if data else "signal" if signalled or dropped else "minutes" if minutes else ""
+        return cls(loss, grad_norm, verdict, loss_scale, stop, max(memory))
+
+
+def judge(outcome, step, run, report, drawn, max_bad_steps):
+    """Counts and reports a step that was not applied; `drawn` are its windows. Ranks: all, alike.
+
+    Raises Failed after max_bad_steps in a row, naming the windows."""
+    if outcome.verdict == "overflow":
+        report("overflow", at=step, loss_scale=outcome.loss_scale)
+    elif outcome.verdict == "bad":
+        run.bad_steps += 1
+        report("skip", at=step, loss=finite(outcome.loss), grad_norm=finite(outcome.grad_norm), in_a_row=run.bad_steps,
+               windows=window_ids(drawn))
+        if run.bad_steps >= max_bad_steps:
+            raise Failed(f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps {max_bad_steps}), the "
+                         f"last at step {step:,} on windows {window_ids(drawn)} ([pass, window]); none of them is in the "
+                         "weights, and the last checkpoint stands", "bad_steps")
+    else:
+        run.bad_steps = 0
+
+
+def metrics_row(outcome, step, session, steps, step_s, data_s, order, batch_tokens, block_size):
+    """A row of metrics.jsonl but for rates, MFU and disk; the times are of the `steps` steps since the last row."""
+    windows = step * batch_tokens // block_size
+    part = pass_of(windows, order, block_size)
+    return {"session": session, "step": step, "tokens": step * batch_tokens, "windows": windows,
+            "epoch": round(part.number + (windows - part.first) / part.windows, 6), "loss": finite(outcome.loss),
+            "grad_norm": finite(outcome.grad_norm), "tokens_per_s": finite(steps * batch_tokens / step_s),
+            "step_ms": finite(1000 * step_s / steps), "data_ms": finite(1000 * data_s / steps),
+            "mem_gb": finite(outcome.mem_gb), "time": round(time.time(), 3)}
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+def main():
+    """Trains as the settings say. Ranks: all. Exits 2 on what a person can mend before the first step, 1 on a failure."""
+    settings, session_began = configurator.settings(globals()), time.monotonic() - IMPORT_SECONDS
+    lead, writes = int(os.environ.get("RANK", 0)) == 0, not (eval_only or dry_run)
+    say = (lambda text: print(text, flush=True)) if lead else (lambda text: None)
+    interrupt, run, stages = Interrupt(), Run(), preflight.Stages(imports=IMPORT_SECONDS)
+    journal = checkpoint.Journal(out_dir, lead and writes, run)
+    report = journal.report
+    with contextlib.ExitStack() as at_exit:
+        at_exit.enter_context(journal.answering_errors())
+        preflight.check_settings(settings)
+        kind = preflight.pick_device(device)
+        ranks = at_exit.enter_context(start_ranks(kind, interrupt))
+        at_exit.callback(preflight.set_kernels(kind, deterministic))
+        stages.end("ranks")
+
+        # data and model
+        manifest = from_rank_0(ranks, data_prepare.open_data, data_dir, prepare)
+        vocabulary = preflight.vocabulary_of(vocab_size, manifest["vocab_size"], data_dir)
+        tokenizer = data_prepare.open_tokenizer(manifest, say) if sample_interval or eval_interval else None
+        prompts = preflight.read_prompts(prompts_file) if sample_interval and tokenizer else []
+        stages.end("data")
+        config = GPTConfig(**{name: settings[name] for name in GPTConfig.__dataclass_fields__} | {"vocab_size": vocabulary})
+        micro_batch_count = preflight.micro_batches_of(batch_tokens, block_size, batch_size, ranks.world_size)
+        model = GPT(config, activation_checkpointing, loss_chunk_tokens, seed=hash64(seed, "init") >> 1).to(ranks.device)
+        counts = parameter_counts(model)
+        run.horizon = preflight.horizon_of(max_steps, max_tokens, tokens_per_parameter, counts["total"], batch_tokens)
+        stages.end("model")
+
+        # what is resumed, or begun
+        if writes:
+            preflight.check_disk(out_dir, min_free_gb)
+            from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
+        folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, report, writes) or (None, None)
+        bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        compute = preflight.pick_dtype(dtype, kind, bf16_native, trainer["settings"]["dtype"] if trainer else "")
+        compiled = preflight.pick_compile(compile, kind, bf16_native)
+        settings |= asdict(config) | {"max_steps": run.horizon, "device": kind, "dtype": compute,
+                                      "compile": "on" if compiled else "off"}
+        opt = new_optimizer(
+            model, optimizer, ranks, compute == "float16", betas=(beta1, beta2), weight_decay=weight_decay,
+            momentum=muon_momentum, grad_clip=grad_clip, heads=(config.n_head, config.n_kv_head, config.head_width),
+            matrix_dtype=torch.bfloat16 if bf16_native else torch.float32)
+        changed = take_over(trainer, run, opt, manifest, settings) if trainer else {}
+        if not trainer:
+            run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
+        load_state(ranks, folder, model, opt, init_from, init_sha256)
+        run.lineage = [*run.lineage, [from_rank_0(ranks, secrets.token_hex, 4), run.step]]
+        run.session += 1
+        stages.end("load")
+
+        # the data as token streams, and what stays the same from step to step
+        order, windows_per_step = token_order(run.segments), batch_tokens // block_size
+        train_stream = data_prepare.Tokens(data_dir, run.segments[-1][1], vocabulary)
+        val_stream = data_prepare.Tokens(data_dir, manifest["val"], vocabulary)
+        preflight.check_length(len(train_stream), block_size, data_dir)
+        some_val, all_val = (validation_starts(val_stream, block_size, tokens) for tokens in (eval_tokens, 0))
+        control_stream = val_stream if len(all_val) else train_stream
+        autocast = contextlib.nullcontext if compute == "float32" else lambda: torch.autocast(kind, getattr(torch, compute))
+        evaluation = (CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast,
+                      tokenizer and tokenizer.token_bytes(), interrupt)
+        model_record = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
+        peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
+        preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), train_stream, settings,
+                           micro_batch_count, ranks.world_size, sum(tensor.numel() for tensor in opt.state.values()))
+        if trainer:
+            say(f"resume {folder.name} of run {run.run}: session {run.session} goes on after step {run.step:,}")
+            loss = from_rank_0(ranks, control_loss, model, control_stream, block_size, ranks.device)
+            report("control", recorded=trainer["control"], found=finite(loss), tolerance=control_tolerance)
+            preflight.check_control(loss, trainer["control"], control_tolerance, folder)
+        if compiled:
+            model.compile(dynamic=False)
+        stages.end("control")
+        if eval_only:
+            preflight.check_eval_only(trainer or init_from, len(all_val), out_dir, data_dir)
+            return say(preflight.eval_line(run.step, evaluate(model, ranks, val_stream, all_val, *evaluation)))
+        if dry_run:
+            return say("dry run: everything up to the first step holds; nothing was written")
+
+        # what this session begins with, on record
+        if lead:
+            checkpoint.write_json(os.path.join(out_dir, "config.json"), settings)
+        report("start", run=run.run, stages=stages.seconds, versions=preflight.versions(), world_size=ranks.world_size,
+               threads=torch.get_num_threads(), git_commit=preflight.git_commit(), parameters=counts["total"],
+               data_fingerprint=data_prepare.fingerprint(manifest), settings=settings)
+        if trainer:
+            report("resume", checkpoint=folder.name, changed=changed)
+        else:
+            report("init", source=init_from or f"seed {seed}")
+        if "max_steps" in changed:
+            report("horizon", recorded=changed["max_steps"][0], now=run.horizon)
+        if run.step >= run.horizon and from_rank_0(ranks, journal.finished):
+            return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
+        say(f"start  run {run.run} in {out_dir}; next save at step {preflight.next_due(run.step, checkpoint_interval, run.horizon):,}, "
+            f"next evaluation at step {preflight.next_due(run.step, eval_interval, run.horizon) if trainer else 0:,}")
+        journal.status("running", "")
+
+        # the loop. At a boundary: save, milestone, evaluate, sample; then stop, or do a step
+        journal.started = True
+        hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
+        at_exit.callback(hasher.close)
+        lag = 1 if kind == "cuda" else 0  # on a GPU the host reads a step's outcome while the next step runs
+        unread, steps, step_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, run.step
+        saved_at, failed_saves, save_s, stop, complete = run.step if trainer else -1, 0, 0.0, "", True
+        evaluated_at = run.step if trainer and from_rank_0(ranks, journal.evaluation_at, run.step) else -1
+        loop_began, mark = time.monotonic(), time.perf_counter()
+        due = lambda interval: interval > 0 and run.step % interval == 0
+        while True:
+            boundary = stop or run.step >= run.horizon or any(
+                map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
+            while len(unread) > (0 if boundary else lag):
+                step, read, factor, drawn = unread.popleft()
+                outcome = Outcome.of(read(), opt.scaling)
+                mark, steps, step_s = time.perf_counter(), steps + 1, step_s + time.perf_counter() - mark
+                stop = stop or outcome.stop
+                if outcome.verdict == "dropped":
+                    run.step -= 1
+                    continue
+                if stop == "data":
+                    raise Failed(hasher.damage or "a data shard is damaged; rank 0 says which")
+                judge(outcome, step, run, report, drawn, max_bad_steps)
+                if step % log_interval == 0 or step == first_step + 1:
+                    row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order, batch_tokens,
+                                      block_size)
+                    row |= {"lr": learning_rate * factor, "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
+                            "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None,
+                            "free_gb": round(preflight.free_gb(out_dir), 3)}
+                    journal.line("metrics.jsonl", row)
+                    left_s = (time.monotonic() - loop_began) / (step - first_step) * (run.horizon - step)
+                    say(preflight.live_line(row, run.horizon, left_s))
+                    steps, step_s, data_s = 0, 0.0, train_stream.seconds
+            stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
+            if stop and unread:
+                continue  # settle what is in flight first
+            at_end, in_time = run.step >= run.horizon, stop in ("", "steps")
+
+            if run.step != saved_at and (stop or at_end or due(checkpoint_interval) and run.step > 0):
+                began = time.monotonic()
+                cause = from_rank_0(ranks, save, out_dir, run, model, opt, model_record, settings, manifest, control_stream,
+                                    hasher.damage, keep_checkpoints, report)
+                save_s, failed_saves, saved_at = time.monotonic() - began, failed_saves + 1 if cause else 0, run.step
+                if cause and (stop or at_end or failed_saves == 2):
+                    raise Failed(f"the checkpoint of step {run.step:,} could not be saved: {cause}", "save")
+                say(f"save   step {run.step:,} " + (f"failed, the next one is tried: {cause}" if cause else f"in {save_s:.1f} s"))
+            if due(milestone_interval) and run.step > first_step:
+                from_rank_0(ranks, lambda: report("save", milestone=checkpoint.write(
+                    out_dir, run.step, {"model.safetensors": weights_of(model), "model.json": model_record}, run.run, "milestones").name))
+            if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
+                starts = all_val if at_end else some_val
+                result = evaluate(model, ranks, val_stream, starts, *evaluation)
+                report("eval", **result)
+                hasher.reads(val_stream, starts, block_size)
+                if complete := result["complete"]:
+                    run.best_val_loss = min(result["val_loss"], run.best_val_loss or math.inf)
+                    say(preflight.eval_line(run.step, result))
+            if in_time and lead and prompts and (at_end or due(sample_interval)):
+                sections = sample.write_samples(model, tokenizer, prompts, sample_tokens, seed, out_dir, run.step, interrupt)
+                report("sample", prompts=len(sections), tokens=sample_tokens)
+                say("\n".join(sections if at_end else sections[:1]))
+            if stop or at_end:
+                break
+            mark = time.perf_counter() if boundary else mark  # what a boundary takes is no step's time
+
+            # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
+            first_window = run.step * windows_per_step
+            pass_start = pass_starting_in(first_window, windows_per_step, order, block_size)
+            if pass_start and pass_start > order[-1][0]:
+                present = from_rank_0(ranks, data_prepare.read_manifest, data_dir)
+                if grown := data_prepare.grown(run.segments[-1][1], present["train"]):
+                    run.segments.append([pass_start, grown])
+                    order, train_stream = token_order(run.segments), data_prepare.Tokens(data_dir, grown, vocabulary)
+                    data_s = 0.0
+                    report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
+            drawn = draw_windows(first_window, windows_per_step, order, data_seed, block_size)
+            factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
+            batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size], block_size,
+                                            ranks.device)) for index in share_of(micro_batch_count, ranks))
+            reserve_s = 2 * (save_s + step_s / max(1, steps))
+            run.step += 1
+            outcome = train_step(
+                model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor, batches,
+                (seed, "dropout", run.step) if dropout else None,
+                0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s, bool(hasher.damage), interrupt)
+            unread.append((run.step, to_host(outcome), factor, drawn))
+            hasher.reads(train_stream, drawn[2], block_size)
+            if trace_windows:
+                journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
+
+        # the end of the session
+        finished = run.step >= run.horizon and in_time and complete and not interrupt.name
+        reason = "horizon" if finished else "signal" if interrupt.name else stop or "steps"
+        if reason == "signal":
+            report("signal", name=interrupt.name)
+        report("finish" if finished else "stop", reason=reason)
+        journal.status("finished" if finished else "stopped", reason)
+        say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
+            f"  python sample.py --out_dir={out_dir}\n" + (f"  python checkpoint.py list {out_dir}" if finished else
+                                                          f"  python {' '.join(sys.argv)}"))
+
+
+if __name__ == "__main__":
+    main()
