@@ -472,7 +472,10 @@ class Journal:
 
 
 def claim(out_dir, at_exit):
-    """Make out_dir this process's until at_exit, an ExitStack, closes: the lock, and no leftovers of a killed one. Raises: Locked."""
+    """Make out_dir this process's until at_exit (an ExitStack) closes: the lock, and no leftovers of a killed one.
+
+    Raises: Locked.
+    """
     at_exit.callback(lock(out_dir).close)
     clean(out_dir)
     for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):

@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -82,17 +83,20 @@ def micro_batches_of(batch_tokens, block_size, batch_size, world_size):
     unit = block_size * batch_size
     if batch_tokens % unit:
         below, above = batch_tokens // unit * unit, (batch_tokens // unit + 1) * unit
-        raise ValueError(f"batch_tokens {batch_tokens:,} is not a multiple of block_size x batch_size = {block_size:,} x "
-                         f"{batch_size:,} = {unit:,}; nearest: " + (f"{below:,} or " if below else "") + f"{above:,}")
+        raise ValueError(f"batch_tokens {batch_tokens:,} is not a multiple of block_size x batch_size = {block_size:,} "
+                         f"x {batch_size:,} = {unit:,}; nearest: " + (f"{below:,} or " if below else "") + f"{above:,}")
     if batch_tokens // unit < world_size:
-        raise ValueError(f"a step of batch_tokens {batch_tokens:,} is {batch_tokens // unit} micro-batches of batch_size "
-                         f"{batch_size} x block_size {block_size:,}, too few for {world_size} ranks; a batch_size of "
-                         f"at most {batch_tokens // block_size // world_size or 'none'} or a batch_tokens of at least {unit * world_size:,} would do")
+        windows = batch_tokens // block_size
+        largest = max((size for size in range(1, windows // world_size + 1) if windows % size == 0), default=0)
+        raise ValueError(f"a step of batch_tokens {batch_tokens:,} is {batch_tokens // unit} micro-batches of "
+                         f"batch_size {batch_size} x block_size {block_size:,}, too few for {world_size} ranks; "
+                         + f"a batch_size of {largest} or " * (largest > 0)
+                         + f"batch_tokens of at least {unit * world_size:,} would do")
     return batch_tokens // unit
 
 
 def vocabulary_of(vocab_size, data_vocab_size, data_dir):
-    """The vocabulary of the model: as set, else that of the data. Raises ValueError where the data have ids beyond it."""
+    """The model's vocabulary: as set, else that of the data. Raises ValueError where the data have ids beyond it."""
     if 0 < vocab_size < data_vocab_size:
         raise ValueError(f"vocab_size is {vocab_size:,}, but {data_dir} has ids up to {data_vocab_size - 1:,}")
     return vocab_size or data_vocab_size
@@ -101,8 +105,8 @@ def vocabulary_of(vocab_size, data_vocab_size, data_dir):
 def check_length(tokens, block_size, data_dir):
     """Raises ValueError where the training data do not fill one window."""
     if tokens <= block_size:
-        raise ValueError(f"{data_dir} has {tokens:,} train tokens; a window of block_size {block_size:,} needs at least "
-                         f"{block_size + 1:,}")
+        raise ValueError(f"{data_dir} has {tokens:,} train tokens; a window of block_size {block_size:,} needs at "
+                         f"least {block_size + 1:,}")
 
 
 def check_eval_only(source, val_windows, out_dir, data_dir):
@@ -129,26 +133,26 @@ def horizon_of(max_steps, max_tokens, tokens_per_parameter, parameters, batch_to
 
 
 def schedule_note(schedule, horizon, warmup_steps, decay_ratio):
-    """A word of warning where the warmup leaves no stable phase, '' where it does: short trials of a long run's settings do."""
+    """A warning where the warmup leaves no stable phase (in short trials of a long run's settings), else ''."""
     decay_start = horizon - round(decay_ratio * horizon) if schedule == "wsd" else horizon
     if warmup_steps <= decay_start:
         return ""
-    return (f"note   warmup_steps {warmup_steps:,} reaches past step {decay_start:,} of {horizon:,}, where the {schedule} schedule "
-            f"{'begins to decay' if schedule == 'wsd' else 'ends'}: the warmup goes first, so the peak rate is not held")
+    return (f"note   warmup_steps {warmup_steps:,} reaches past step {decay_start:,} of {horizon:,}, where the "
+            f"{schedule} schedule {'begins to decay' if schedule == 'wsd' else 'ends'}: the peak rate is not held")
 
 
 def check_horizon(schedule, decay_ratio, step, recorded, wanted):
-    """Raises ValueError where the horizon may not go from `recorded` to `wanted` at `step` (never under cosine; under wsd
-    only before the decay start of both, so that no learning rate already used would have been another)."""
+    """Raises ValueError where the horizon may not go from `recorded` to `wanted` at `step`: never under cosine; under
+    wsd only before the decay start of both, so that no learning rate already used would have been another."""
     if recorded == wanted or schedule == "constant":
         return
     if schedule == "cosine":
-        raise ValueError(f"the horizon of a cosine schedule cannot change: this run was planned for {recorded:,} steps, "
-                         f"{wanted:,} were asked for; a wsd schedule can be prolonged before it decays")
+        raise ValueError(f"the horizon of a cosine schedule cannot change: this run was planned for {recorded:,} "
+                         f"steps and {wanted:,} were asked for; a wsd schedule can be prolonged before it decays")
     first = min(horizon - round(decay_ratio * horizon) for horizon in (recorded, wanted))
     if step >= first:
-        raise ValueError(f"the horizon cannot change from {recorded:,} to {wanted:,} steps at step {step:,}: one of the two "
-                         f"begins to decay at step {first:,}; go back before it with resume='step_...'")
+        raise ValueError(f"the horizon cannot change from {recorded:,} to {wanted:,} steps at step {step:,}: one of "
+                         f"the two begins to decay at step {first:,}; go back before it with resume='step_...'")
 
 
 def check_resume(recorded, present):
@@ -158,8 +162,9 @@ def check_resume(recorded, present):
     differences = [f"{name}: the run has {recorded[name]!r}, asked for {value!r}" for name, value in present.items()
                    if name in recorded and name not in MAY_DIFFER | HORIZON and recorded[name] != value]
     if differences:
-        raise ValueError("this run cannot go on with other values of settings that shape it:\n  " + "\n  ".join(differences)
-                         + "\nGive them their old values, or start another run in another out_dir (init_from takes the weights).")
+        raise ValueError("this run cannot go on with other values of settings that shape it:\n  "
+                         + "\n  ".join(differences) + "\nGive them their old values, or start another run in another "
+                         "out_dir (init_from takes the weights).")
 
 
 def pick_device(name):
@@ -167,7 +172,7 @@ def pick_device(name):
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
-    if not there[name]:
+    if not there.get(name):
         raise ValueError(f"device='{name}' was asked for, but this torch finds only "
                          f"{', '.join(kind for kind, found in there.items() if found)}")
     return name
@@ -176,22 +181,22 @@ def pick_device(name):
 def pick_dtype(name, device_type, bf16_native, recorded=""):
     """The compute dtype: as asked for, else as `recorded` by the run, else the fastest that the device has in hardware.
 
-    `bf16_native`: bfloat16 is multiplied in hardware. A T4 says that it supports bfloat16 and emulates it, so the caller
-    goes by capability. Raises ValueError where the device lacks the dtype."""
+    `bf16_native`: bfloat16 is multiplied in hardware. A T4 says that it supports bfloat16 and emulates it, so the
+    caller goes by capability. Raises ValueError where the device lacks the dtype."""
     wanted = name
     if name == "auto":
         fastest = ("bfloat16" if bf16_native else "float16") if device_type == "cuda" else "float32"
         wanted = recorded or fastest
     if wanted == "bfloat16" and not bf16_native and (name == "auto" or device_type == "cuda"):
-        raise ValueError(f"dtype bfloat16 is {'what this run recorded' if name == 'auto' else 'asked for'}, but this {device_type} "
-                         "device only emulates it, slowly; dtype='float16' or dtype='float32' would do")
+        raise ValueError(f"dtype bfloat16 is {'what this run recorded' if name == 'auto' else 'asked for'}, but this "
+                         f"{device_type} device only emulates it, slowly; dtype='float16' or dtype='float32' would do")
     if wanted == "float16" and device_type == "mps":
         raise ValueError("dtype float16 is not built for mps; dtype='float32' would do")
     return wanted
 
 
 def pick_compile(name, device_type, bf16_native):
-    """Whether to compile: 'auto' does on CUDA cards of capability 8 and up. Raises ValueError where a CPU build has no compiler."""
+    """Whether to compile: 'auto' does on CUDA cards of capability 8 and up. Raises ValueError without a compiler."""
     if name == "on" and device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ValueError("compile='on' needs a C++ compiler on CPU and none was found; compile='off' would do")
     return name == "on" or name == "auto" and device_type == "cuda" and bf16_native
@@ -202,7 +207,7 @@ def peak_flops(device_type, dtype, peak_tflops):
     if peak_tflops:
         return peak_tflops * 1e12
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-    row = next((peaks for part, peaks in PEAKS if part.lower() in name.lower()), {})
+    row = next((peaks for part, peaks in PEAKS if re.search(rf"\b{part}\b(?! (Ti|D|Laptop)\b)", name)), {})
     return row.get(dtype, 0) * 1e12
 
 
@@ -250,22 +255,23 @@ def set_kernels(kind, deterministic):
 
 
 def read_prompts(path):
-    """The prompts of a text file, one a line, with \\n for a line break; [''], the start of a document, without a file."""
+    """The prompts of a text file, one a line, \\n for a line break; without a file [''], the start of a document."""
     if not path:
         return [""]
     try:
         with open(path, encoding="utf-8") as file:
             return [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
     except OSError as error:
-        raise ValueError(f"prompts_file {path!r} cannot be read: {error.strerror}; sample_interval=0 turns samples off") from error
+        raise ValueError(f"prompts_file {path!r} cannot be read ({error.strerror}); sample_interval=0 turns samples "
+                         "off") from error
 
 
 def check_control(found, recorded, tolerance, folder):
     """Raises ValueError where the loaded model does not reproduce the loss that was recorded with it."""
-    if not abs(found - recorded) <= tolerance:
-        raise ValueError(f"the weights of {folder} give a loss of {found:.6f} on the control windows, {recorded:.6f} was recorded "
-                         f"when they were saved; control_tolerance is {tolerance}. The model's code or the validation data "
-                         "are not what they were")
+    if recorded is not None and not abs(found - recorded) <= tolerance:
+        raise ValueError(f"the weights of {folder} give a loss of {found:.6f} on the control windows, {recorded:.6f} "
+                         f"was recorded when they were saved; control_tolerance is {tolerance}. The model's code or "
+                         "the validation data are not what they were")
 
 
 def peak_memory_gb(device):
@@ -285,7 +291,8 @@ def versions():
 def git_commit():
     """The commit of this code, '' outside a git checkout."""
     try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, timeout=5).stdout.strip()
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, timeout=5)
+        return answer.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -321,13 +328,13 @@ def describe(say, counts, flops, first_loss, stream, settings, micro_batches, wo
     tokens, pass_tokens = steps * batch_tokens, (len(stream) - 1) // block_size * block_size
     groups = ", ".join(f"{name} {number:,}" for name, number in counts.items() if name != "total" and number)
     say(f"model  {counts['total']:,} parameters ({groups}), {flops / 1e6:,.1f} MFLOP a token")
-    say(f"data   {settings['data_dir']}: {len(stream):,} train tokens in {plural(len(stream.shards), 'shard')}, vocabulary "
-        f"{settings['vocab_size']:,}")
+    say(f"data   {settings['data_dir']}: {len(stream):,} train tokens in {plural(len(stream.shards), 'shard')}, "
+        f"vocabulary {settings['vocab_size']:,}")
     say(f"plan   {steps:,} steps x {batch_tokens:,} tokens = {tokens:,} tokens: {tokens / pass_tokens:.2f} passes, "
         f"{tokens / counts['total']:.1f} tokens per parameter")
     compiled = "compiled" if settings["compile"] == "on" else "not compiled"
-    say(f"       a step is {plural(micro_batches, 'micro-batch', 'micro-batches')} of {settings['batch_size']} x {block_size:,} over "
-        f"{plural(world_size, 'rank')} on {settings['device']} in {settings['dtype']}, {compiled}; "
+    say(f"       a step is {plural(micro_batches, 'micro-batch', 'micro-batches')} of {settings['batch_size']} x "
+        f"{block_size:,} over {plural(world_size, 'rank')} on {settings['device']} in {settings['dtype']}, {compiled}; "
         f"{(counts['total'] + state_numbers) * 4e-6:,.1f} MB a checkpoint")
     say(f"       expected first loss {first_loss:.3f} nats per token, where targets do not depend on the input"
         + "; less where tokens repeat, since embedding and head are one" * settings["tie_embeddings"])
@@ -341,9 +348,11 @@ def plural(number, one, many=""):
 
 def live_line(row, horizon, left_s):
     """Step, loss, rate, gradient norm, speed, time left."""
-    loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in (("loss", 4), ("grad_norm", 3)))
-    return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  {row['tokens_per_s']:>9,.0f} tokens/s"
-            + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "") + f"  {duration(left_s)} left")
+    loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in
+                  (("loss", 4), ("grad_norm", 3)))
+    return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  "
+            f"{row['tokens_per_s']:>9,.0f} tokens/s" + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
+            + f"  {duration(left_s)} left")
 
 
 def eval_line(step, result):
@@ -351,7 +360,8 @@ def eval_line(step, result):
     if not result["complete"]:
         return f"eval   step {step:,}: cut short by a signal"
     per_byte = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
-    return (f"eval   step {step:,}: val loss {result['val_loss']:.4f} nats per token{per_byte} "
+    loss = "not finite" if result["val_loss"] is None else f"{result['val_loss']:.4f}"
+    return (f"eval   step {step:,}: val loss {loss} nats per token{per_byte} "
             f"({result['windows']:,} windows, {result['seconds']:.1f} s)")
 
 

@@ -12,7 +12,7 @@ import sys
 import configurator
 
 out_dir = "out/quickstart"  # folder of the run
-checkpoint = ""  # a folder below out_dir, such as checkpoints/step_00000500 or milestones/step_00005000; '' = the pointed one
+checkpoint = ""  # a folder below out_dir, such as milestones/step_00005000; '' = the newest checkpoint
 prompt = ""  # text to continue; '' = from the start of a document
 samples = 3  # how many continuations
 tokens = 200  # new tokens in each
@@ -43,8 +43,14 @@ def folder_of(out_dir, checkpoint):
         return os.path.join(out_dir, checkpoint)
     pointed = pointer(out_dir)
     if pointed is None:
-        raise ValueError(f"{out_dir} has no latest.json, so no checkpoint is known; train first, or name a folder with --checkpoint=")
+        raise ValueError(f"{out_dir} has no latest.json, so no checkpoint is known; train first, or name a folder with "
+                         "--checkpoint=")
     return os.path.join(out_dir, "checkpoints", pointed["checkpoint"])
+
+
+def printable(text):
+    """The text with control characters, which a young model writes too, replaced: a terminal would obey them."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def write_samples(model, tokenizer, prompts, tokens, seed, out_dir, step, interrupt):
@@ -58,7 +64,9 @@ def write_samples(model, tokenizer, prompts, tokens, seed, out_dir, step, interr
         digest = hashlib.sha256(json.dumps([seed, "sample", number]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         ids = generate(model, tokenizer.encode(prompt) or [tokenizer.eot], tokens, generator=generator)
-        sections.append(f"## {json.dumps(prompt)}\n\n```\n{prompt}{tokenizer.decode(ids)}\n```\n")
+        sections.append(f"## {json.dumps(prompt)}\n\n```\n{prompt}{printable(tokenizer.decode(ids))}\n```\n")
+    if not sections:
+        return []
     path = Path(out_dir, "samples", f"step_{step:08d}.md")
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(sections), encoding="utf-8")
@@ -68,6 +76,8 @@ def write_samples(model, tokenizer, prompts, tokens, seed, out_dir, step, interr
 def main():
     """Prints the samples. Raises SystemExit(2) with a message for what a person can mend."""
     try:
+        if samples < 1 or tokens < 1 or not 0 <= seed < 2**63:
+            raise ValueError(f"samples is {samples}, tokens {tokens}, seed {seed}; wanted 1 or more, and 0 to 2**63")
         folder = folder_of(out_dir, checkpoint)
         model, identity = load(folder, preflight.pick_device(device))
         tokenizer = load_tokenizer(identity, model.config.vocab_size)
@@ -75,7 +85,8 @@ def main():
         print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
         for number in range(samples):
             generator = torch.Generator().manual_seed(seed + number)
-            print(f"---- {number + 1}\n{prompt}{tokenizer.decode(generate(model, ids, tokens, temperature, top_k, generator))}", flush=True)
+            text = printable(tokenizer.decode(generate(model, ids, tokens, temperature, top_k, generator)))
+            print(f"---- {number + 1}\n{prompt}{text}", flush=True)
     except ValueError as error:
         print(f"sample.py: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -26,8 +26,8 @@ seed = 1337  # initial weights and dropout
 resume = "auto"  # 'auto' (newest checkpoint, else start), 'never', 'must', or 'step_00000030' (go back to it)
 init_from = ""  # a checkpoint or milestone folder: its weights only, fresh optimizer, step 0; '' = draw weights
 init_sha256 = ""  # sha256 that init_from's model.safetensors must have; '' = any
-eval_only = False  # evaluate the checkpoint on all of val and stop; writes nothing
-dry_run = False  # do everything up to the first step, print the plan and stop; writes nothing
+eval_only = False  # evaluate the checkpoint on all of val and stop; out_dir is left as it is
+dry_run = False  # do everything up to the first step, print the plan and stop; out_dir is left as it is
 # -- data: prepared by data/prepare.py
 data_dir = "data/stdlib"  # folder with manifest.json and shards
 data_seed = 1337  # order of the windows
@@ -140,7 +140,7 @@ DROP_STEP_AFTER_S = 10.0  # after a signal, a step that takes longer than this i
 REQUESTS = ("signal", "minutes", "data", "drop")  # what any rank can ask for; agreed with the gradients of every step
 
 
-# ---- ranks ------------------------------------------------------------------------------------------------------------
+# ---- ranks -------------------------------------------------------------------------------------------------
 
 Ranks = collections.namedtuple("Ranks", "rank world_size device")  # who this process is in the job
 
@@ -158,16 +158,18 @@ class Interrupt:
 
 @contextlib.contextmanager
 def start_ranks(device_type, interrupt):
-    """Joins the process group, sets threads and signal handlers, and leaves all of them as it found them. Ranks: all."""
-    rank, world_size, local_rank, ranks_on_host, omp_threads = (int(os.environ.get(name) or default) for name, default in (
-        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("OMP_NUM_THREADS", 0)))
+    """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all."""
+    number = lambda name, default: int(os.environ.get(name) or default)
+    rank, local_rank, world_size = number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1)
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     threads = torch.get_num_threads()
-    torch.set_num_threads(preflight.threads_of(preflight.cores(), ranks_on_host, omp_threads))
-    before = {number: signal.signal(number, interrupt.arrived) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    torch.set_num_threads(preflight.threads_of(preflight.cores(), number("LOCAL_WORLD_SIZE", 1),
+                                               number("OMP_NUM_THREADS", 0)))
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, interrupt.arrived) for number in caught}
     own_group = world_size > 1 and not dist.is_initialized()
     if own_group:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
@@ -182,7 +184,7 @@ def start_ranks(device_type, interrupt):
 
 
 def from_rank_0(ranks, function, *arguments):
-    """What `function` returns or raises on rank 0, on every rank: one reading, one decision. Ranks: all (a broadcast)."""
+    """What `function` returns or raises on rank 0, on every rank: one reading, one decision. Ranks: all (broadcast)."""
     answer = [None, None]
     if ranks.rank == 0:
         try:
@@ -208,7 +210,7 @@ def hash64(*words):
     return int.from_bytes(hashlib.sha256(json.dumps(words).encode()).digest()[:8], "little")
 
 
-# ---- data: which windows a step takes, and their tokens ----------------------------------------------------------------
+# ---- data: which windows a step takes, and their tokens ----------------------------------------------------
 
 def mix(values, key):
     """Scrambles uint64 `values` under a 64-bit `key`. Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
@@ -221,9 +223,9 @@ def mix(values, key):
 def permute(indices, n, key):
     """Where a seeded permutation of 0..n-1 takes each of `indices` (uint64 array), in constant memory for any n.
 
-    A Feistel network of 8 rounds over pairs (left, right) with left * b + right = index and a * b just above n;
-    the few values that land outside 0..n-1 are sent through again until they land inside (cycle walking), which keeps it
-    a bijection. Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Frozen: golden values in tests.
+    A Feistel network of 8 rounds over pairs (left, right) with left * b + right = index and a * b just above n; the few
+    values that land outside 0..n-1 are sent through again until they land inside (cycle walking), so it is a bijection.
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Frozen by golden values in a test.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -243,7 +245,7 @@ def permute(indices, n, key):
     return values
 
 
-# One time through a run of tokens: `windows` windows of the job from `first` on, over `tokens` tokens from first_token on.
+# One time through `tokens` tokens from first_token on: `windows` windows of the job from `first` on.
 Pass = collections.namedtuple("Pass", "number first windows first_token tokens")
 
 
@@ -312,7 +314,7 @@ def read_windows(stream, starts, block_size, device):
     return batch[:, :-1], batch[:, 1:]
 
 
-# ---- schedule ---------------------------------------------------------------------------------------------------------
+# ---- schedule ----------------------------------------------------------------------------------------------
 
 def lr_factor(i, schedule, horizon, warmup_steps, decay_ratio, min_lr_ratio):
     """The factor on both learning rates in the i-th step (0-based)."""
@@ -327,12 +329,12 @@ def lr_factor(i, schedule, horizon, warmup_steps, decay_ratio, min_lr_ratio):
     return 1.0
 
 
-# ---- optimizer --------------------------------------------------------------------------------------------------------
+# ---- optimizer ---------------------------------------------------------------------------------------------
 
 @dataclass
 class Optimizer:
-    """Parameters in groups, their state by parameter name, and the numbers that live on the device so that no step waits
-    for the host. `flat` holds all gradients and, in its tail, what ranks must agree on: one exchange a step does both."""
+    """Parameters in groups, their state by parameter name, and numbers that live on the device, so that no step waits
+    for the host. `flat` holds all gradients and in its tail what ranks must agree on: one exchange a step does both."""
     groups: list  # [(kind, decays, [(name, parameter), ...]), ...]; kind 'adamw' or 'muon'
     state: dict  # 'exp_avg.NAME', 'exp_avg_sq.NAME', 'momentum.NAME' -> float32 tensor
     flat: torch.Tensor  # float32: gradients of all parameters, then loss, requests and memory of each rank
@@ -364,7 +366,7 @@ def group_parameters(model, optimizer):
 
 
 def new_optimizer(model, optimizer, ranks, scaling, **constants):
-    """A fresh Optimizer; every state tensor is there from the start, so that all ranks and checkpoints have the same keys."""
+    """A fresh Optimizer; all state is there from the start, so that all ranks and checkpoints have the same keys."""
     groups = group_parameters(model, optimizer)
     state = {f"{slot}.{name}": torch.zeros_like(parameter) for kind, _, named in groups for name, parameter in named
              for slot in (("momentum",) if kind == "muon" else ("exp_avg", "exp_avg_sq"))}
@@ -377,30 +379,33 @@ def new_optimizer(model, optimizer, ranks, scaling, **constants):
         taken += parameter.numel()
     updates, growth, halted = (torch.zeros((), device=ranks.device) for _ in range(3))
     loss_scale = torch.full_like(updates, FIRST_LOSS_SCALE if scaling else 1.0)
-    return Optimizer(groups, state, flat, flat[:count], flat[count:], updates, loss_scale, growth, halted, scaling, **constants)
+    return Optimizer(groups, state, flat, flat[:count], flat[count:], updates, loss_scale, growth, halted, scaling,
+                     **constants)
 
 
 def adamw_update(opt, named, lr, weight_decay, skip):
-    """One AdamW update of the named parameters in place, nothing at all where `skip` is 1. Source: Loshchilov and Hutter,
-    "Decoupled weight decay regularization", 2019, algorithm 2. The kernel is the one behind torch.optim.AdamW(fused=True)."""
-    names, parameters = zip(*named)
-    torch._fused_adamw_(list(parameters), [p.grad for p in parameters], [opt.state["exp_avg." + name] for name in names],
-                        [opt.state["exp_avg_sq." + name] for name in names], [], [opt.updates] * len(names), lr=lr,
-                        beta1=opt.betas[0], beta2=opt.betas[1], weight_decay=weight_decay, eps=ADAM_EPS, amsgrad=False,
-                        maximize=False, found_inf=skip)
+    """One AdamW update of the named parameters in place, nothing at all where `skip` is 1.
+
+    The kernel is the one behind torch.optim.AdamW(fused=True), which takes the flag from the device.
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2."""
+    averages, squares = ([opt.state[slot + name] for name, _ in named] for slot in ("exp_avg.", "exp_avg_sq."))
+    torch._fused_adamw_([p for _, p in named], [p.grad for _, p in named], averages, squares, [],
+                        [opt.updates] * len(named), lr=lr, beta1=opt.betas[0], beta2=opt.betas[1],
+                        weight_decay=weight_decay, eps=ADAM_EPS, amsgrad=False, maximize=False, found_inf=skip)
 
 
 def orthogonalise(matrices_NRC, dtype):
     """The nearest semi-orthogonal matrix to each of a stack, roughly: singular values end in about 0.7 to 1.2.
 
-    Five Newton-Schulz steps on X / ||X||, normalised in float32 before the cast. Source: Jordan et al., "Muon", 2024."""
+    Five Newton-Schulz steps on X / ||X||, normalised in float32 before the cast.
+    Source: Jordan et al., "Muon", 2024."""
     a, b, c = NEWTON_SCHULZ
     x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     for _ in range(5):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # aX + (bA + cAA)X
     return (x.mT if tall else x).float()
 
 
@@ -435,9 +440,9 @@ def muon_update(opt, named, lr, weight_decay, skip):
             matrix.mul_(1 - lr * weight_decay * applied).sub_(step)
 
 
-# ---- evaluation ---------------------------------------------------------------------------------------------------
+# ---- evaluation --------------------------------------------------------------------------------------------
 
-def window_losses(model, stream, starts, group, block_size, device, autocast, interrupt):
+def window_losses(model, forward, stream, starts, group, block_size, device, autocast, interrupt):
     """Each window's loss summed over its tokens in float64, in the order of `starts`; fewer where a signal came.
 
     On CPU each forward has one thread and several run side by side, uncompiled: a product split over threads may
@@ -446,9 +451,9 @@ def window_losses(model, stream, starts, group, block_size, device, autocast, in
 
     @torch.no_grad()
     def sums_of(batch):
-        compiled = not cpu and len(batch[0]) == group  # one shape
         with autocast():
-            return (model if compiled else model.forward)(*batch).cpu().double().sum(dim=1).tolist()
+            losses_BT = (forward if len(batch[0]) == group and not cpu else model.forward)(*batch)  # compile one shape
+        return losses_BT.cpu().double().sum(dim=1).tolist()
 
     groups, sums = [starts[first:first + group] for first in range(0, len(starts), group)], []
     model.eval()
@@ -467,12 +472,12 @@ def window_losses(model, stream, starts, group, block_size, device, autocast, in
 def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_bytes, interrupt):
     """Mean loss over the windows at `starts`, dealt to all ranks in groups and summed in window order.
 
-    `token_bytes`: the bytes of text that each id stands for, or None. Returns the fields of an `eval` event, val_loss in
-    nats per token; not complete, and without numbers, where a signal cut it short. Ranks: all (an exchange at its end)."""
+    `token_bytes`: the bytes of text that each id stands for, or None. Returns the fields of an `eval` event, val_loss
+    in nats per token; not complete, and without numbers, where a signal cut it short. Ranks: all (one exchange)."""
     began = time.perf_counter()
     groups = share_of(-(-len(starts) // group), ranks)
     first, mine = groups.start * group, starts[groups.start * group:groups.stop * group]
-    losses = window_losses(model, stream, mine, group, block_size, ranks.device, autocast, interrupt)
+    losses = window_losses(model, model, stream, mine, group, block_size, ranks.device, autocast, interrupt)
     table = torch.zeros(3, len(starts), dtype=torch.float64)  # of each window: loss, bytes of text, done
     table[0, first:first + len(losses)] = torch.tensor(losses, dtype=torch.float64)
     table[2, first:first + len(losses)] = 1
@@ -501,11 +506,12 @@ def validation_starts(stream, block_size, eval_tokens):
 def control_loss(model, stream, block_size, device):
     """Mean loss on the first windows of `stream`, in float32, window by window: a loaded model must reproduce it."""
     starts = np.arange(min(CONTROL_WINDOWS, (len(stream) - 1) // block_size)) * block_size
-    sums = window_losses(model, stream, starts, 1, block_size, device, contextlib.nullcontext, Interrupt())
+    sums = window_losses(model, model.forward, stream, starts, 1, block_size, device, contextlib.nullcontext,
+                         Interrupt())
     return sum(sums) / (len(starts) * block_size)
 
 
-# ---- checkpoints: what goes into one, and what is taken from it ---------------------------------------------------
+# ---- checkpoints: what goes into one, and what is taken from it --------------------------------------------
 
 @dataclass
 class Run:
@@ -527,7 +533,7 @@ def order_fingerprint(windows, order, data_seed, block_size):
     return hashlib.sha256(json.dumps([column.tolist() for column in head]).encode()).hexdigest()
 
 
-def trainer_record(run, opt, settings, manifest, control):
+def trainer_record(run, opt, settings, manifest, control, world_size):
     """trainer.json: everything of a checkpoint that is not a tensor of the model or the optimizer."""
     tokens, block_size, order = run.step * settings["batch_tokens"], settings["block_size"], token_order(run.segments)
     windows = tokens // block_size
@@ -540,8 +546,9 @@ def trainer_record(run, opt, settings, manifest, control):
         "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
         "segments": run.segments, "settings": settings,
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
-        "best_val_loss": run.best_val_loss, "wandb_run_id": "", "control": control, "threads": torch.get_num_threads(),
-        "versions": preflight.versions(), "git_commit": preflight.git_commit(), "code": preflight.code_sha256(),
+        "best_val_loss": run.best_val_loss, "wandb_run_id": "", "control": control,
+        "world_size": world_size, "threads": torch.get_num_threads(), "versions": preflight.versions(),
+        "git_commit": preflight.git_commit(), "code": preflight.code_sha256(),
     }
 
 
@@ -550,19 +557,20 @@ def weights_of(model):
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def save(out_dir, run, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
+def save(out_dir, run, ranks, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
     """Writes a checkpoint, points to it, prunes older ones. Returns '' or the cause where it failed. Ranks: rank 0.
 
     Raises Failed for weights that are not finite, or data found damaged: neither is ever pointed at."""
     began, weights = time.perf_counter(), weights_of(model)
     if damage:
+        report("damaged", cause=damage)
         raise Failed(damage)
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise Failed(f"the weights of step {run.step:,} are not finite; the checkpoint before it stands")
-    control = control_loss(model, control_stream, settings["block_size"], opt.flat.device)
+    control = control_loss(model, control_stream, settings["block_size"], ranks.device)
     files = {"model.safetensors": weights, "model.json": model_record,
              "optimizer.safetensors": {name: tensor.cpu() for name, tensor in opt.state.items()},
-             "trainer.json": trainer_record(run, opt, settings, manifest, control)}
+             "trainer.json": trainer_record(run, opt, settings, manifest, finite(control), ranks.world_size)}
     try:
         folder = checkpoint.write(out_dir, run.step, files, run.run)
         checkpoint.point(out_dir, folder, run.lineage[-1][0])
@@ -573,6 +581,12 @@ def save(out_dir, run, model, opt, model_record, settings, manifest, control_str
     report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
            seconds=round(time.perf_counter() - began, 3))
     return ""
+
+
+def save_milestone(out_dir, run, model, model_record, report):
+    """Writes weights only, to be kept for ever. Ranks: rank 0."""
+    files = {"model.safetensors": weights_of(model), "model.json": model_record}
+    report("save", milestone=checkpoint.write(out_dir, run.step, files, run.run, "milestones").name)
 
 
 def take_over(trainer, run, opt, manifest, settings):
@@ -586,7 +600,7 @@ def take_over(trainer, run, opt, manifest, settings):
     data_prepare.check_fingerprint(manifest | {"train": shards}, trainer["data_fingerprint"], settings["data_dir"])
     if trainer["order_fingerprint"] != order_fingerprint(trainer["windows"], token_order(trainer["segments"]),
                                                          settings["data_seed"], settings["block_size"]):
-        raise ValueError("the order of windows at the cursor is not the recorded one: the code that draws windows has changed")
+        raise ValueError("the order of windows at the cursor is not the recorded one: the code has changed")
     for name in ("run", "lineage", "session", "step", "segments", "bad_steps", "best_val_loss"):
         setattr(run, name, trainer[name])
     opt.updates.fill_(trainer["updates"])
@@ -597,14 +611,18 @@ def take_over(trainer, run, opt, manifest, settings):
 
 
 def load_state(ranks, folder, model, opt, init_from, init_sha256):
-    """Puts a checkpoint's (or init_from's) tensors, read on rank 0, into every rank's model and optimizer; a fresh start
-    hands out rank 0's initial weights. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
+    """Puts a checkpoint's (or init_from's) tensors, read on rank 0, into every rank's model and optimizer; a fresh
+    start hands out rank 0's initial weights. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
     parameters, held = dict(model.named_parameters()), {}
-    if folder:
-        wanted = {"model.safetensors": parameters, "optimizer.safetensors": opt.state}
-        from_rank_0(ranks, lambda: [held.update(checkpoint.read(folder, *pair)) for pair in wanted.items()] and None)
-    elif init_from:
-        from_rank_0(ranks, lambda: held.update(checkpoint.read(init_from, "model.safetensors", parameters, init_sha256)))
+
+    def read():
+        if folder or init_from:
+            held.update(checkpoint.read(folder or init_from, "model.safetensors", parameters,
+                                        "" if folder else init_sha256))
+        if folder:
+            held.update(checkpoint.read(folder, "optimizer.safetensors", opt.state))
+
+    from_rank_0(ranks, read)
     with torch.no_grad():
         for name, tensor in [*parameters.items(), *opt.state.items()]:
             if name in held:
@@ -613,14 +631,15 @@ def load_state(ranks, folder, model, opt, init_from, init_sha256):
                 dist.broadcast(tensor.data, src=0)
 
 
-# ---- the step -------------------------------------------------------------------------------------------------------
+# ---- the step ----------------------------------------------------------------------------------------------
 
-def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, dropout_key, out_of_time, damage, interrupt):
+def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, dropout_key, out_of_time, damage,
+               interrupt):
     """One step: this rank's micro-batches, one exchange of gradients, one decision, one update.
 
-    `micro_batches` yields this rank's (index in the step, (idx_BT, targets_BT)); `count` is their number over all ranks.
-    The decision to skip is a device tensor folded into every update, so the host waits for nothing here. Returns the
-    outcome as a device vector that Outcome.of reads. Ranks: all (one all-reduce)."""
+    `micro_batches` yields this rank's (index in the step, (idx_BT, targets_BT)); `count` is their number over all
+    ranks. The decision to skip is a device tensor folded into every update, so the host waits for nothing here.
+    Returns the outcome as a device vector that Outcome.of reads. Ranks: all (one all-reduce)."""
     opt.flat.zero_()
     dropped = False
     for index, batch in micro_batches:
@@ -658,7 +677,8 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
             else:
                 muon_update(opt, named, muon_lr, opt.weight_decay * decays, skip)
     if opt.scaling:
-        overflow, grown = bad_gradient & ~bad_loss & (opt.halted == 0), opt.growth + (1 - skip)
+        overflow = bad_gradient & ~bad_loss & (opt.halted == 0) & (opt.loss_scale > 1)
+        grown = opt.growth + (1 - skip)
         full = grown >= LOSS_SCALE_GROWTH_STEPS
         opt.growth.copy_(torch.where(overflow | full, 0, grown))
         opt.loss_scale.mul_(torch.where(overflow, 0.5, torch.where(full, 2.0, 1.0)))
@@ -712,9 +732,10 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
         report("skip", at=step, loss=finite(outcome.loss), grad_norm=finite(outcome.grad_norm), in_a_row=run.bad_steps,
                windows=window_ids(drawn))
         if run.bad_steps >= max_bad_steps:
-            raise Failed(f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps {max_bad_steps}), the "
-                         f"last at step {step:,} on windows {window_ids(drawn)} ([pass, window]); none of them is in the "
-                         "weights, and the last checkpoint stands", "bad_steps")
+            raise Failed(f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps "
+                         f"{max_bad_steps}), the last at step {step:,} on the windows ([pass, window]) "
+                         f"{window_ids(drawn)}; none of them is in the weights, and the last checkpoint stands",
+                         "bad_steps")
     else:
         run.bad_steps = 0
 
@@ -730,10 +751,10 @@ def metrics_row(outcome, step, session, steps, step_s, data_s, order, batch_toke
             "mem_gb": finite(outcome.mem_gb), "time": round(time.time(), 3)}
 
 
-# ---- main -----------------------------------------------------------------------------------------------------------
+# ---- main --------------------------------------------------------------------------------------------------
 
 def main():
-    """Trains as the settings say. Ranks: all. Exits 2 on what a person can mend before the first step, 1 on a failure."""
+    """Trains as the settings say. Exits 2 on what a person can mend before the first step, else 1. Ranks: all."""
     settings, session_began = configurator.settings(globals()), time.monotonic() - IMPORT_SECONDS
     lead, writes = int(os.environ.get("RANK", 0)) == 0, not (eval_only or dry_run)
     say = (lambda text: print(text, flush=True)) if lead else (lambda text: None)
@@ -751,19 +772,21 @@ def main():
         # data and model
         manifest = from_rank_0(ranks, data_prepare.open_data, data_dir, prepare)
         vocabulary = preflight.vocabulary_of(vocab_size, manifest["vocab_size"], data_dir)
-        tokenizer = data_prepare.open_tokenizer(manifest, say) if sample_interval or eval_interval else None
-        prompts = preflight.read_prompts(prompts_file) if sample_interval and tokenizer else []
+        tokenizer = data_prepare.open_tokenizer(manifest, say) if lead else None
+        token_bytes = from_rank_0(ranks, lambda: tokenizer and tokenizer.token_bytes())
+        prompts = from_rank_0(ranks, preflight.read_prompts, prompts_file) if sample_interval else []
         stages.end("data")
-        config = GPTConfig(**{name: settings[name] for name in GPTConfig.__dataclass_fields__} | {"vocab_size": vocabulary})
+        shape = {name: settings[name] for name in GPTConfig.__dataclass_fields__}
+        config = GPTConfig(**shape | {"vocab_size": vocabulary})
         micro_batch_count = preflight.micro_batches_of(batch_tokens, block_size, batch_size, ranks.world_size)
-        model = GPT(config, activation_checkpointing, loss_chunk_tokens, seed=hash64(seed, "init") >> 1).to(ranks.device)
+        model = GPT(config, activation_checkpointing, loss_chunk_tokens, hash64(seed, "init") >> 1).to(ranks.device)
         counts = parameter_counts(model)
         run.horizon = preflight.horizon_of(max_steps, max_tokens, tokens_per_parameter, counts["total"], batch_tokens)
         stages.end("model")
 
         # what is resumed, or begun
         if writes:
-            preflight.check_disk(out_dir, min_free_gb)
+            from_rank_0(ranks, preflight.check_disk, out_dir, min_free_gb)
             from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
         folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, report, writes) or (None, None)
         bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
@@ -790,9 +813,9 @@ def main():
         preflight.check_length(len(train_stream), block_size, data_dir)
         some_val, all_val = (validation_starts(val_stream, block_size, tokens) for tokens in (eval_tokens, 0))
         control_stream = val_stream if len(all_val) else train_stream
-        autocast = contextlib.nullcontext if compute == "float32" else lambda: torch.autocast(kind, getattr(torch, compute))
-        evaluation = (CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast,
-                      tokenizer and tokenizer.token_bytes(), interrupt)
+        autocast = lambda: (contextlib.nullcontext() if compute == "float32"
+                            else torch.autocast(kind, getattr(torch, compute)))
+        evaluation = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast, token_bytes, interrupt
         model_record = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
         preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), train_stream, settings,
@@ -811,6 +834,9 @@ def main():
         if dry_run:
             return say("dry run: everything up to the first step holds; nothing was written")
 
+        if run.step >= run.horizon and from_rank_0(ranks, journal.finished):
+            return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
+
         # what this session begins with, on record
         if lead:
             checkpoint.write_json(os.path.join(out_dir, "config.json"), settings)
@@ -818,15 +844,16 @@ def main():
                threads=torch.get_num_threads(), git_commit=preflight.git_commit(), parameters=counts["total"],
                data_fingerprint=data_prepare.fingerprint(manifest), settings=settings)
         if trainer:
-            report("resume", checkpoint=folder.name, changed=changed)
+            report("resume", checkpoint=folder.name, changed=changed, recorded={name: trainer[name] for name in (
+                "world_size", "threads", "versions", "git_commit", "code")})
         else:
             report("init", source=init_from or f"seed {seed}")
         if "max_steps" in changed:
             report("horizon", recorded=changed["max_steps"][0], now=run.horizon)
-        if run.step >= run.horizon and from_rank_0(ranks, journal.finished):
-            return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
-        say(f"start  run {run.run} in {out_dir}; next save at step {preflight.next_due(run.step, checkpoint_interval, run.horizon):,}, "
-            f"next evaluation at step {preflight.next_due(run.step, eval_interval, run.horizon) if trainer else 0:,}")
+        next_save, next_eval = (preflight.next_due(run.step, interval, run.horizon) for interval in
+                                (checkpoint_interval, eval_interval))
+        say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation at step "
+            f"{next_eval if trainer else 0:,}")
         journal.status("running", "")
 
         # the loop. At a boundary: save, milestone, evaluate, sample; then stop, or do a step
@@ -834,10 +861,10 @@ def main():
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
         lag = 1 if kind == "cuda" else 0  # on a GPU the host reads a step's outcome while the next step runs
-        unread, steps, step_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, run.step
+        unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
         saved_at, failed_saves, save_s, stop, complete = run.step if trainer else -1, 0, 0.0, "", True
         evaluated_at = run.step if trainer and from_rank_0(ranks, journal.evaluation_at, run.step) else -1
-        loop_began, mark = time.monotonic(), time.perf_counter()
+        loop_began, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
             boundary = stop or run.step >= run.horizon or any(
@@ -845,20 +872,22 @@ def main():
             while len(unread) > (0 if boundary else lag):
                 step, read, factor, drawn = unread.popleft()
                 outcome = Outcome.of(read(), opt.scaling)
-                mark, steps, step_s = time.perf_counter(), steps + 1, step_s + time.perf_counter() - mark
+                took_s, mark = time.perf_counter() - mark, time.perf_counter()
+                steps, step_s = steps + 1, step_s + took_s
                 stop = stop or outcome.stop
                 if outcome.verdict == "dropped":
                     run.step -= 1
                     continue
                 if stop == "data":
+                    report("damaged", cause=hasher.damage)
                     raise Failed(hasher.damage or "a data shard is damaged; rank 0 says which")
                 judge(outcome, step, run, report, drawn, max_bad_steps)
                 if step % log_interval == 0 or step == first_step + 1:
-                    row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order, batch_tokens,
-                                      block_size)
-                    row |= {"lr": learning_rate * factor, "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
-                            "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None,
-                            "free_gb": round(preflight.free_gb(out_dir), 3)}
+                    row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order,
+                                      batch_tokens, block_size)
+                    row |= {"lr": learning_rate * factor, "free_gb": round(preflight.free_gb(out_dir), 3),
+                            "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
+                            "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
                     journal.line("metrics.jsonl", row)
                     left_s = (time.monotonic() - loop_began) / (step - first_step) * (run.horizon - step)
                     say(preflight.live_line(row, run.horizon, left_s))
@@ -870,33 +899,36 @@ def main():
 
             if run.step != saved_at and (stop or at_end or due(checkpoint_interval) and run.step > 0):
                 began = time.monotonic()
-                cause = from_rank_0(ranks, save, out_dir, run, model, opt, model_record, settings, manifest, control_stream,
-                                    hasher.damage, keep_checkpoints, report)
+                cause = from_rank_0(ranks, save, out_dir, run, ranks, model, opt, model_record, settings, manifest,
+                                    control_stream, hasher.damage, keep_checkpoints, report)
                 save_s, failed_saves, saved_at = time.monotonic() - began, failed_saves + 1 if cause else 0, run.step
                 if cause and (stop or at_end or failed_saves == 2):
                     raise Failed(f"the checkpoint of step {run.step:,} could not be saved: {cause}", "save")
-                say(f"save   step {run.step:,} " + (f"failed, the next one is tried: {cause}" if cause else f"in {save_s:.1f} s"))
+                say(f"save   step {run.step:,} " + (f"failed ({cause}); the next one is tried" if cause else
+                                                    f"in {save_s:.1f} s"))
             if due(milestone_interval) and run.step > first_step:
-                from_rank_0(ranks, lambda: report("save", milestone=checkpoint.write(
-                    out_dir, run.step, {"model.safetensors": weights_of(model), "model.json": model_record}, run.run, "milestones").name))
+                from_rank_0(ranks, save_milestone, out_dir, run, model, model_record, report)
             if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
                 starts = all_val if at_end else some_val
                 result = evaluate(model, ranks, val_stream, starts, *evaluation)
                 report("eval", **result)
                 hasher.reads(val_stream, starts, block_size)
-                if complete := result["complete"]:
+                complete = result["complete"]
+                if result["val_loss"] is not None:
                     run.best_val_loss = min(result["val_loss"], run.best_val_loss or math.inf)
-                    say(preflight.eval_line(run.step, result))
-            if in_time and lead and prompts and (at_end or due(sample_interval)):
-                sections = sample.write_samples(model, tokenizer, prompts, sample_tokens, seed, out_dir, run.step, interrupt)
-                report("sample", prompts=len(sections), tokens=sample_tokens)
-                say("\n".join(sections if at_end else sections[:1]))
+                say(preflight.eval_line(run.step, result))
+            if in_time and tokenizer and prompts and (at_end or due(sample_interval)):
+                sections = sample.write_samples(model, tokenizer, prompts, sample_tokens, seed, out_dir, run.step,
+                                                interrupt)
+                if sections:
+                    report("sample", prompts=len(sections), tokens=sample_tokens)
+                    say("\n".join(sections if at_end else sections[:1]))
             if stop or at_end:
                 break
             mark = time.perf_counter() if boundary else mark  # what a boundary takes is no step's time
 
             # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
-            first_window = run.step * windows_per_step
+            loop_began, first_window = loop_began or time.monotonic(), run.step * windows_per_step
             pass_start = pass_starting_in(first_window, windows_per_step, order, block_size)
             if pass_start and pass_start > order[-1][0]:
                 present = from_rank_0(ranks, data_prepare.read_manifest, data_dir)
@@ -907,14 +939,14 @@ def main():
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
             drawn = draw_windows(first_window, windows_per_step, order, data_seed, block_size)
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
-            batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size], block_size,
-                                            ranks.device)) for index in share_of(micro_batch_count, ranks))
-            reserve_s = 2 * (save_s + step_s / max(1, steps))
+            batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
+                                            block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))
+            reserve_s = 2 * (save_s + took_s)  # for the step that comes and the last save
+            out_of_time = 0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s
             run.step += 1
             outcome = train_step(
-                model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor, batches,
-                (seed, "dropout", run.step) if dropout else None,
-                0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s, bool(hasher.damage), interrupt)
+                model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor,
+                batches, (seed, "dropout", run.step) if dropout else None, out_of_time, bool(hasher.damage), interrupt)
             unread.append((run.step, to_host(outcome), factor, drawn))
             hasher.reads(train_stream, drawn[2], block_size)
             if trace_windows:

@@ -1,8 +1,8 @@
-# 106M parameters on 1B tokens on the two T4s of a free notebook, 30 GPU hours a week: five sessions, each goes on from the last.
-#   parameters   106,194,240: embedding 49,152 x 576 = 28,311,552 (tied); each of 22 blocks 3,540,096 = attention 884,736
-#                + SwiGLU 2,654,208 + norms 1,152; final norm 576
+# 106M parameters on 1B tokens on the two T4s of a free notebook, 30 GPU hours a week: five sessions, one run.
+#   parameters   106,194,240: embedding 49,152 x 576 = 28,311,552 (tied); 22 blocks of 3,540,096 =
+#                attention 884,736 + SwiGLU 2,654,208 + norms 1,152; final norm 576
 #   a step       262,144 tokens = 256 windows of 1,024 = 32 micro-batches of 8; each T4 does 16
-#   the run      3,814 steps x 262,144 = 999,817,216 tokens, 9.4 tokens per parameter; the rate falls from step 3,051 to 0
+#   the run      3,814 steps x 262,144 = 999,817,216 tokens, 9.4 tokens per parameter; it decays from step 3,051 on
 #   time         at the 12,977 tokens/s published for such a run: 21.4 hours of both cards
 # float16 with loss scaling, because a T4 only emulates bfloat16 (dtype = 'auto' would pick the same).
 # Launch: torchrun --standalone --nproc_per_node=2 train.py config/106m_2xt4.py --session_minutes=690

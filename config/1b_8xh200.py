@@ -1,8 +1,8 @@
 # 1B parameters at context 4,096 on 8 H200 (or B200) that may be taken away.
-#   parameters   1,071,209,491: embedding 32,768 x 2,048 = 67,108,864 (tied); 20 blocks of 50,200,576 = attention 16,777,216
-#                + SwiGLU 3 x 2,048 x 5,440 = 33,423,360; 89,107 in norms, gains and value mixes
+#   parameters   1,071,209,491: embedding 32,768 x 2,048 = 67,108,864 (tied); 20 blocks of 50,200,576 =
+#                attention 16,777,216 + SwiGLU 3 x 2,048 x 5,440 = 33,423,360; norms, gains, value mixes 89,107
 #   a step       1,048,576 tokens = 256 windows of 4,096 = 64 micro-batches of 4; 8 ranks do 8 each, 7 ranks 9 or 10
-#   the run      120,000 steps x 1,048,576 = 125,829,120,000 tokens, 117 tokens per parameter; it decays from step 96,000 on
+#   the run      120,000 steps x 1,048,576 = 125,829,120,000 tokens, 117 a parameter; it decays from step 96,000 on
 #   a checkpoint 8.8 GB: weights, Muon's one average per matrix, AdamW's two for the rest
 # The horizon may still be moved before step 96,000 (and before the new horizon's decay): --max_steps=80000.
 # Launch: torchrun --standalone --nproc_per_node=8 train.py config/1b_8xh200.py

@@ -46,7 +46,7 @@ ID = np.dtype("<u2")  # a token id on disk
 LARGEST_VOCAB = 1 << 16
 LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
 READS_PER_MAP = 4096  # memory maps are opened anew after so many reads: resident memory stays bounded
-OPEN_SHARDS = 64
+OPEN_SHARDS = 128  # maps held, each with a file descriptor
 HASH_BYTES_PER_S = 200e6
 CHUNK = 1 << 20  # bytes of text encoded at a time
 END_OF_TEXT = b"<|endoftext|>"
@@ -261,7 +261,7 @@ def shard_problems(data_dir, shard):
 
 
 def open_data(data_dir, build):
-    """The checked manifest of a data folder; build='stdlib' makes the embedded corpus first where there is no folder."""
+    """The checked manifest of a data folder; build='stdlib' makes the embedded corpus where there is no folder."""
     if build == "stdlib" and not os.path.exists(data_dir):
         print(f"building the embedded corpus (Python's own sources, as bytes) in {data_dir}", flush=True)
         build_stdlib(data_dir)
@@ -279,23 +279,26 @@ def open_tokenizer(manifest, say):
 
 
 def grown(recorded, present):
-    """`present` (a shard list) if it has grown from `recorded`, else None. Raises ValueError where it is not a prefix."""
+    """`present` (a shard list) if it has grown from `recorded`, else None.
+
+    Raises ValueError where the recorded list is not a prefix of it.
+    """
     for old, new in zip(recorded, present):
         if (old["sha256"], old["tokens"]) != (new["sha256"], new["tokens"]):
             raise ValueError(f"the data has changed under this run: train shard {old['file']} was recorded with sha256 "
-                             f"{old['sha256'][:12]}, the manifest has {new['file']} with {new['sha256'][:12]} in its place; "
-                             "shards may be appended, never changed")
+                             f"{old['sha256'][:12]}, the manifest has {new['file']} with {new['sha256'][:12]} in its "
+                             "place; shards may be appended, never changed")
     if len(present) < len(recorded):
-        raise ValueError(f"the data has shrunk under this run: {len(recorded)} train shards were recorded, the manifest "
-                         f"has {len(present)}; missing from {recorded[len(present)]['file']} on")
+        raise ValueError(f"the data has shrunk under this run: {len(recorded)} train shards were recorded, the "
+                         f"manifest has {len(present)}; missing from {recorded[len(present)]['file']} on")
     return present if len(present) > len(recorded) else None
 
 
 def check_fingerprint(manifest, recorded, data_dir):
     """Raises ValueError where the data are not those whose fingerprint is recorded."""
     if (found := fingerprint(manifest)) != recorded:
-        raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer or validation shards "
-                         f"differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
+        raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer or validation "
+                         f"shards differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
 
 
 class Tokens:
@@ -327,7 +330,10 @@ class Tokens:
         return self.maps[number]
 
     def windows(self, starts, length):
-        """int64 [len(starts), length]: the tokens from each start on. Raises ValueError at an id beyond the vocabulary."""
+        """int64 [len(starts), length]: the tokens from each start on.
+
+        Raises ValueError at an id beyond the vocabulary.
+        """
         began = time.perf_counter()
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts):
@@ -336,8 +342,9 @@ class Tokens:
             row, column = np.unravel_index(out.argmax(), out.shape)
             token = int(starts[row]) + int(column)
             number = self.shard_at(token)
-            raise ValueError(f"{os.path.join(self.folder, self.shards[number]['file'])}: token {token - self.starts[number]:,} is "
-                             f"{out.max()}, beyond the vocabulary of {self.vocab_size:,}")
+            path = os.path.join(self.folder, self.shards[number]["file"])
+            raise ValueError(f"{path}: token {token - self.starts[number]:,} is {out.max()}, beyond the vocabulary of "
+                             f"{self.vocab_size:,}")
         self.seconds += time.perf_counter() - began
         return out
 
@@ -357,7 +364,7 @@ class Tokens:
 
 
 class ShardHasher:
-    """Hashes the shards that a run reads, in a thread of lowest priority at a bounded rate; `damage` says what it found."""
+    """Hashes the shards that a run reads in a low-priority thread, at a bounded rate; `damage` is what it found."""
 
     def __init__(self, folder, enabled=True):
         self.folder, self.enabled, self.damage = folder, enabled, ""
@@ -368,8 +375,9 @@ class ShardHasher:
         """Notes the shards that windows at `starts` touch, and starts the thread at the first."""
         if not self.enabled:
             return
-        for token in {stream.shard_at(int(edge)) for start in starts for edge in (start, start + block_size)}:
-            shard = stream.shards[token]
+        spans = {(stream.shard_at(int(start)), stream.shard_at(int(start) + block_size)) for start in starts}
+        for number in sorted({number for first, last in spans for number in range(first, last + 1)}):
+            shard = stream.shards[number]
             if shard["file"] not in self.known:
                 self.known.add(shard["file"])
                 self.waiting.append(shard)
@@ -380,8 +388,8 @@ class ShardHasher:
         if hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):  # a courtesy to training; some hosts forbid it
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while not self.stopped.wait(0 if self.waiting else 0.2):
-            if self.waiting and not self.damage:
+        while not self.damage and not self.stopped.wait(0 if self.waiting else 0.2):
+            if self.waiting:
                 self.check(self.waiting.popleft())
 
     def check(self, shard):
@@ -394,8 +402,8 @@ class ShardHasher:
             self.damage = f"{path} cannot be read: {error}"
             return
         if not self.stopped.is_set() and digest.hexdigest() != shard["sha256"]:
-            self.damage = (f"{path} has sha256 {digest.hexdigest()[:12]}, its data manifest says {shard['sha256'][:12]}: "
-                           "the file changed after it was prepared")
+            self.damage = (f"{path} has sha256 {digest.hexdigest()[:12]}, its data manifest says "
+                           f"{shard['sha256'][:12]}: the file changed after it was prepared")
 
     def close(self):
         self.stopped.set()
