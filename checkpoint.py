@@ -182,19 +182,15 @@ def load_tensors(folder, name):
     return load_file(Path(folder) / name)
 
 
-def read(folder, name, wanted, wanted_sha256=""):
+def read(folder, name, wanted):
     """The tensors of one file of a folder, with just the names and shapes of `wanted` {name: tensor}.
 
-    Raises: ValueError where the file is not there, not the one of that sha256 ('': any), or of other tensors.
+    Raises: ValueError where the file cannot be read or has other tensors.
     """
     path = Path(folder) / name
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; a folder under checkpoints/ or milestones/ has one")
-    if wanted_sha256 and (digest := sha256(path)) != wanted_sha256:
-        raise ValueError(f"{path} has sha256 {digest}, init_sha256 asks for {wanted_sha256}")
     try:
         tensors = load_tensors(folder, name)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     found, asked = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, wanted))
     if wrong := sorted(name for name in found.keys() | asked.keys() if found.get(name) != asked.get(name)):
@@ -202,6 +198,40 @@ def read(folder, name, wanted, wanted_sha256=""):
             f"{name} is {found.get(name, 'not there')}, wanted {asked.get(name, 'not there')}" for name in wrong[:8])
             + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
     return tensors
+
+
+def check_init(folder, model, wanted_sha256):
+    """Check that init_from ('': nothing is taken) is a folder with whole weights of a model of these settings.
+
+    Raises: ValueError where something is missing, damaged, of another sha256 ('': any) or of other model settings.
+    """
+    if not folder:
+        return
+    weights, description = Path(folder) / "model.safetensors", Path(folder) / "model.json"
+    if folder in ("scratch", "resume"):
+        raise ValueError(f"init_from={folder!r}: init_from names a folder with weights; without one a run starts from "
+                         "drawn weights or, with resume='auto', goes on from its newest checkpoint")
+    if missing := [path.name for path in (weights, description) if not path.is_file()]:
+        raise ValueError(f"init_from={str(folder)!r} holds no {' and no '.join(missing)}; a folder under "
+                         "checkpoints/ or milestones/ holds both")
+    if (Path(folder) / "manifest.json").exists():
+        verify(folder)
+    if wanted_sha256 and (digest := sha256(weights)) != wanted_sha256:
+        raise ValueError(f"{weights} has sha256 {digest}, init_sha256 asks for {wanted_sha256}")
+    recorded = _read_json(description, {"model": dict})["model"]
+    if different := [f"{name} is {recorded[name]!r}, asked for {value!r}" for name, value in model.items() if
+                     name not in ("dropout", "mlp_ratio", "block_size") and recorded.get(name, value) != value]:
+        raise ValueError(f"init_from={str(folder)!r} has weights of another model:\n  " + "\n  ".join(different))
+
+
+def holds(folder, run, tensors):
+    """Whether a folder is there, whole, of this run and with just these weights."""
+    try:
+        verify(folder, run)
+        there = load_tensors(folder, "model.safetensors")
+    except (Damaged, OSError, SafetensorError):
+        return False
+    return there.keys() == tensors.keys() and all(bool((there[name] == tensors[name]).all()) for name in tensors)
 
 
 def verify(folder, run=None, manifest_sha256=None):
@@ -384,21 +414,36 @@ def _run(out_dir, pointed):
 def find(out_dir, resume, report, writes):
     """(folder, trainer record) to go on from as `resume` asks, or None for a fresh start.
 
-    With `writes` off nothing is repaired or moved: the checkpoint that is named or pointed at is verified and taken."""
-    if not writes:
-        pointed = pointer(out_dir)
-        name = resume if resume.startswith("step_") else pointed and pointed["checkpoint"]
-        found = name and (folder := Path(out_dir, "checkpoints", name), verify(folder)[1])
-    else:
+    With `writes` off nothing is repaired or moved: the named or pointed checkpoint is taken, else the newest whole one.
+    """
+    if writes:
         if resume.startswith("step_"):
             rollback(out_dir, step_of(resume), report)
         found = newest(out_dir, report)
+    else:
+        found = _newest_as_it_lies(Path(out_dir), resume if resume.startswith("step_") else "")
     if resume == "never" and found:
         raise ValueError(f"resume='never', but {out_dir} holds {found[0].name} of run {found[1]['run']}; "
                          "resume='auto' goes on with it, another out_dir starts anew")
     if resume == "must" and not found:
         raise ValueError(f"resume='must', but {out_dir} holds no checkpoint")
     return found
+
+
+def _newest_as_it_lies(out_dir, name):
+    folders, causes = [folder for folder in _folders(out_dir) if name in ("", folder.name)], []
+    with contextlib.suppress(Damaged):  # then the newest whole one it is
+        pointed = pointer(out_dir)
+        folders.sort(key=lambda folder: bool(pointed) and folder.name != pointed["checkpoint"])
+    for folder in folders:
+        try:
+            if trainer := verify(folder)[1]:
+                return folder, trainer
+        except Damaged as error:
+            causes.append(str(error))
+    if causes or name:
+        raise ValueError(f"{out_dir} has no whole checkpoint {name}: " + ("; ".join(causes) or "it is not there"))
+    return None
 
 
 class Failed(RuntimeError):
@@ -417,6 +462,7 @@ class Journal:
     writes: bool
     run: object  # with session, step and horizon
     started: bool = False  # past the start: an error is no longer one of settings
+    claimed: bool = False  # the folder is locked by this run: its status and errors/ are ours to write
 
     def report(self, event, **fields):
         """One line of events.jsonl."""
@@ -432,23 +478,35 @@ class Journal:
                 print(f"a line of {name} is lost: {error}", file=sys.stderr, flush=True)
 
     def status(self, state, reason):
-        """What status.json says from now on."""
+        """What status.json says from now on; on a full disk it is written over in place."""
+        path, found = Path(self.out_dir) / "status.json", {"state": state, "reason": reason, "step": self.run.step,
+                                                           "max_steps": self.run.horizon}
         if self.writes:
-            write_json(Path(self.out_dir) / "status.json", {"state": state, "reason": reason, "step": self.run.step,
-                                                            "max_steps": self.run.horizon})
+            try:
+                write_json(path, found)
+            except OSError as error:
+                print(f"status.json: {error}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError), open(path, "r+b") as file:
+                    file.write(json.dumps(found).encode().ljust(path.stat().st_size))
 
     def finished(self):
         """Whether status.json says that the run was finished."""
         path = Path(self.out_dir) / "status.json"
         return path.exists() and json.loads(path.read_text())["state"] == "finished"
 
-    def evaluation_at(self, step):
-        """The last complete evaluation recorded for a step, or None."""
-        path, found = Path(self.out_dir) / "events.jsonl", None
-        for line in path.read_text().splitlines() if path.exists() else ():
-            if '"event": "eval"' in line and (row := json.loads(line))["step"] == step and row["complete"]:
-                found = row
-        return found
+    def _events(self):
+        path = Path(self.out_dir) / "events.jsonl"
+        return map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+
+    def last_session(self):
+        """The largest session number on record, 0 where there is none."""
+        return max((row["session"] for row in self._events()), default=0)
+
+    def evaluation_at(self, step, windows):
+        """The last evaluation of this run recorded for a step, over at least so many windows, or None."""
+        wanted = {"event": "eval", "step": step, "run": self.run.run, "complete": True}
+        found = [row for row in self._events() if row.items() >= wanted.items() and row["windows"] >= windows]
+        return found[-1] if found and found[-1]["val_loss"] is not None else None
 
     @contextlib.contextmanager
     def answering_errors(self):
@@ -463,11 +521,12 @@ class Journal:
                 traceback.print_exc()
             elif rank == 0:
                 print(f"train.py: {error}", file=sys.stderr, flush=True)
-            if not of_settings and Path(self.out_dir).is_dir():
-                path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(traceback.format_exc())
+            if not of_settings and self.claimed:
                 self.status("failed", getattr(error, "reason", "error"))
+                path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"
+                with contextlib.suppress(OSError):  # a full disk; the traceback is on stderr too
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(traceback.format_exc())
             raise SystemExit(2 if of_settings else 1) from error
 
 
@@ -476,6 +535,8 @@ def claim(out_dir, at_exit):
 
     Raises: Locked.
     """
+    if Path(out_dir).exists() and not Path(out_dir).is_dir():
+        raise ValueError(f"out_dir {str(out_dir)!r} is a file; name a folder")
     at_exit.callback(lock(out_dir).close)
     clean(out_dir)
     for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):

@@ -69,7 +69,7 @@ def run_file(path, current):
         raise ValueError(f"cannot be read ({error.strerror}); {advice}") from error
     try:
         exec(compile(source, path, "exec"), scope)
-    except Exception as error:  # a person's code may raise anything
+    except (Exception, SystemExit) as error:  # a person's code may raise anything
         lines = [line for frame, line in traceback.walk_tb(error.__traceback__)
                  if frame.f_code.co_filename == path]
         at = f"line {lines[-1]}: " if lines else ""  # a SyntaxError says its line itself

@@ -318,6 +318,18 @@ def expected_first_loss(config):
     return math.log(config.padded_vocab_size) + config.n_embd * INIT_STD**2 / 2
 
 
+@torch.no_grad()
+def first_loss(model):
+    """The mean loss on 1,024 random tokens, to be held against expected_first_loss; moves no generator but its own."""
+    config, was_training = model.config, model.training
+    generator, T = torch.Generator().manual_seed(0), min(config.block_size, 512)
+    ids = torch.randint(config.vocab_size, (2, -(-1024 // T), T), generator=generator).to(model.wte.weight.device)
+    model.eval()
+    loss = model.forward(*ids).mean().item()
+    model.train(was_training)
+    return loss
+
+
 def flops_per_token(config):
     """Training FLOPs per token, forward and backward: 6 per weight of a matrix product, plus attention.
 
@@ -349,12 +361,12 @@ def parameter_counts(model):
 
 
 @torch.no_grad()
-def generate(model, ids, new_tokens, temperature=0.8, top_k=200, generator=None):
+def generate(model, ids, new_tokens, temperature=0.8, top_k=200, generator=None, stop=lambda: False):
     """Returns new_tokens ids sampled after the prompt ids; temperature 0 takes the likeliest, top_k 0 is all.
 
     The context is the last block_size ids. Draws are made on the CPU, from generator or else the global one,
     so that samples agree over devices. Training mode is left as found. A compiled model runs uncompiled here:
-    each new length would be compiled.
+    each new length would be compiled. Ends early once stop() is true.
     Raises: ValueError for an empty prompt, an id outside the vocabulary, a negative temperature or top_k.
     """
     vocab_size, block_size = model.config.vocab_size, model.config.block_size
@@ -369,6 +381,8 @@ def generate(model, ids, new_tokens, temperature=0.8, top_k=200, generator=None)
     model.eval()
     try:
         for _ in range(new_tokens):
+            if stop():
+                break
             idx_BT = torch.tensor([ids[-block_size:]], device=model.wte.weight.device)
             logits_V = model.logits(model.hidden(idx_BT)[0, -1]).cpu()[:vocab_size]
             if temperature == 0:
@@ -398,6 +412,8 @@ def load(folder, device="cpu"):
     found = description.get("format") if isinstance(description, dict) else None
     if found != 1:
         raise ValueError(f"{description_path} has format {found}; this version reads format 1")
+    if not all(isinstance(description.get(name), dict) for name in ("model", "tokenizer")):
+        raise ValueError(f"{description_path} lacks model or tokenizer; a checkpoint's or milestone's has both")
     settings = description["model"]
     unknown = sorted(settings.keys() - {field.name for field in fields(GPTConfig)})
     if unknown:

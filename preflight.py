@@ -19,18 +19,18 @@ import numpy
 import safetensors
 import torch
 
+from model import GPTConfig
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 CHOICES = {
     "data_verify": ("background", "off"), "prepare": ("", "stdlib"),
-    "norm": ("layernorm", "rmsnorm"), "position": ("learned", "rope"), "mlp": ("gelu", "swiglu"),
     "optimizer": ("adamw", "muon"), "schedule": ("wsd", "cosine", "constant"),
     "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile": ("auto", "on", "off"),
 }
-AT_LEAST_ONE = ("block_size", "n_layer", "n_head", "n_embd", "batch_tokens", "batch_size", "log_interval",
-                "keep_checkpoints", "max_bad_steps")
-RATIOS = ("decay_ratio", "min_lr_ratio", "dropout", "beta1", "beta2", "muon_momentum")
+AT_LEAST_ONE = ("batch_tokens", "batch_size", "log_interval", "keep_checkpoints", "max_bad_steps")
+RATIOS = ("decay_ratio", "min_lr_ratio", "beta1", "beta2", "muon_momentum")
 # Settings that may differ when a run is resumed; `device`, `compile` and their like change how a step is computed, not
 # which step it is. Everything that is not named here or in HORIZON is frozen, so a new setting starts frozen.
 MAY_DIFFER = frozenset("""
@@ -58,6 +58,7 @@ PEAKS = (
 
 def check_settings(settings):
     """Raises one ValueError that lists every setting whose value cannot work, whatever the data and the device."""
+    model_settings = GPTConfig.__dataclass_fields__  # which it checks itself
     problems = [f"{name} is {settings[name]!r}; it is one of {', '.join(map(repr, choices))}"
                 for name, choices in CHOICES.items() if settings[name] not in choices]
     for name, value in settings.items():
@@ -65,15 +66,24 @@ def check_settings(settings):
             problems.append(f"{name} is {value}; it must be at least 1")
         elif name in RATIOS and not 0 <= value <= 1:
             problems.append(f"{name} is {value}; it must lie in 0 to 1")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+        elif type(value) in (int, float) and value < 0 and name not in model_settings:
             problems.append(f"{name} is {value}; it must not be negative")
     if settings["resume"] not in ("auto", "never", "must") and not settings["resume"].startswith("step_"):
         problems.append(f"resume is {settings['resume']!r}; it is 'auto', 'never', 'must' or a checkpoint such as "
                         "'step_00000030'")
-    if settings["beta1"] == 1 or settings["beta2"] == 1 or settings["dropout"] == 1:
-        problems.append("beta1, beta2 and dropout must be below 1")
+    if settings["beta1"] == 1 or settings["beta2"] == 1:
+        problems.append("beta1 and beta2 must be below 1")
     if settings["eval_only"] and settings["dry_run"]:
         problems.append("eval_only and dry_run exclude each other")
+    if settings["init_sha256"] and not settings["init_from"]:
+        problems.append("init_sha256 is set, but init_from names no folder to hold against it")
+    problems += [f"{name} is ''; name a folder" for name in ("out_dir", "data_dir") if not settings[name]]
+    try:
+        GPTConfig(**{name: settings[name] for name in model_settings} | {"vocab_size": settings["vocab_size"] or 1})
+        if not problems:
+            micro_batches_of(settings["batch_tokens"], settings["block_size"], settings["batch_size"], 1)
+    except ValueError as error:
+        problems += [line.strip() for line in str(error).splitlines() if not line.endswith("cannot be used:")]
     if problems:
         raise ValueError("settings that cannot work:\n  " + "\n  ".join(problems))
 
@@ -124,10 +134,11 @@ def next_due(step, interval, horizon):
 
 def horizon_of(max_steps, max_tokens, tokens_per_parameter, parameters, batch_tokens):
     """The step the schedule is planned for: from tokens_per_parameter, else max_tokens, else max_steps."""
-    tokens = int(tokens_per_parameter * parameters) or max_tokens
-    horizon = tokens // batch_tokens if tokens else max_steps
+    tokens = int(tokens_per_parameter * parameters) if tokens_per_parameter else max_tokens
+    given = tokens_per_parameter or max_tokens
+    horizon = tokens // batch_tokens if given else max_steps
     if horizon < 1:
-        raise ValueError(f"no step to do: {tokens:,} tokens are less than batch_tokens {batch_tokens:,}" if tokens else
+        raise ValueError(f"no step to do: {tokens:,} tokens are less than batch_tokens {batch_tokens:,}" if given else
                          "no step to do: max_steps, max_tokens and tokens_per_parameter are all 0")
     return horizon
 
@@ -244,12 +255,14 @@ def set_kernels(kind, deterministic):
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != before[0]:  # the call imports the compiler, which takes a second
+        torch.use_deterministic_algorithms(deterministic)
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where the card has it
 
     def restore():
-        torch.use_deterministic_algorithms(before[0])
+        if deterministic != before[0]:
+            torch.use_deterministic_algorithms(before[0])
         torch.set_float32_matmul_precision(before[1])
     return restore
 
@@ -258,12 +271,16 @@ def read_prompts(path):
     """The prompts of a text file, one a line, \\n for a line break; without a file [''], the start of a document."""
     if not path:
         return [""]
+    beside = os.path.join(HERE, path)  # the shipped ones, from whatever working directory
     try:
-        with open(path, encoding="utf-8") as file:
-            return [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
-    except OSError as error:
-        raise ValueError(f"prompts_file {path!r} cannot be read ({error.strerror}); sample_interval=0 turns samples "
+        with open(path if os.path.exists(path) else beside, encoding="utf-8") as file:
+            prompts = [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts_file {path!r} cannot be read ({error}); sample_interval=0 turns samples "
                          "off") from error
+    if not prompts:
+        raise ValueError(f"prompts_file {path!r} has no line with a prompt; sample_interval=0 turns samples off")
+    return prompts
 
 
 def check_control(found, recorded, tolerance, folder):
@@ -322,7 +339,8 @@ class Stages:
 
 # -- lines for a person
 
-def describe(say, counts, flops, first_loss, stream, settings, micro_batches, world_size, state_numbers):
+def describe(say, counts, flops, expected_loss, found_loss, stream, settings, micro_batches, world_size,
+             checkpoint_bytes):
     """The first lines of a run: model, data, plan, first loss to expect."""
     block_size, steps, batch_tokens = settings["block_size"], settings["max_steps"], settings["batch_tokens"]
     tokens, pass_tokens = steps * batch_tokens, (len(stream) - 1) // block_size * block_size
@@ -335,9 +353,10 @@ def describe(say, counts, flops, first_loss, stream, settings, micro_batches, wo
     compiled = "compiled" if settings["compile"] == "on" else "not compiled"
     say(f"       a step is {plural(micro_batches, 'micro-batch', 'micro-batches')} of {settings['batch_size']} x "
         f"{block_size:,} over {plural(world_size, 'rank')} on {settings['device']} in {settings['dtype']}, {compiled}; "
-        f"{(counts['total'] + state_numbers) * 4e-6:,.1f} MB a checkpoint")
-    say(f"       expected first loss {first_loss:.3f} nats per token, where targets do not depend on the input"
-        + "; less where tokens repeat, since embedding and head are one" * settings["tie_embeddings"])
+        f"{checkpoint_bytes / 1e6:,.1f} MB a checkpoint")
+    if found_loss is not None:
+        say(f"loss   expected first loss {expected_loss:.3f} nats per token, found {found_loss:.3f} on random tokens; "
+            "on text it is some tenths off, as some tokens are frequent")
     if note := schedule_note(settings["schedule"], steps, settings["warmup_steps"], settings["decay_ratio"]):
         say(note)
 

@@ -59,17 +59,21 @@ def write_samples(model, tokenizer, prompts, tokens, seed, out_dir, step, interr
     Each prompt has a seed of its own that is the same at every step, so that only the model changes. Ranks: rank 0."""
     sections = []
     for number, prompt in enumerate(prompts):
-        if interrupt.name:
-            break
         digest = hashlib.sha256(json.dumps([seed, "sample", number]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        ids = generate(model, tokenizer.encode(prompt) or [tokenizer.eot], tokens, generator=generator)
+        ids = generate(model, tokenizer.encode(prompt) or [tokenizer.eot], tokens, generator=generator,
+                       stop=lambda: bool(interrupt.name))
+        if interrupt.name:
+            break
         sections.append(f"## {json.dumps(prompt)}\n\n```\n{prompt}{printable(tokenizer.decode(ids))}\n```\n")
     if not sections:
         return []
     path = Path(out_dir, "samples", f"step_{step:08d}.md")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(sections), encoding="utf-8")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(sections), encoding="utf-8")
+    except OSError as error:  # a full disk costs the file, not the run
+        print(f"samples of step {step} are not on disk: {error}", file=sys.stderr, flush=True)
     return sections
 
 
@@ -82,6 +86,8 @@ def main():
         model, identity = load(folder, preflight.pick_device(device))
         tokenizer = load_tokenizer(identity, model.config.vocab_size)
         ids = tokenizer.encode(prompt) or [tokenizer.eot]
+        if ids == [-1]:
+            raise ValueError("this model has no tokenizer; give token ids as the prompt: --prompt='12 7 300'")
         print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
         for number in range(samples):
             generator = torch.Generator().manual_seed(seed + number)

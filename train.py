@@ -75,7 +75,7 @@ warmup_steps = 700  # steps of linear warmup
 decay_ratio = 0.2  # share of the run in which wsd decays, at its end
 min_lr_ratio = 0.1  # final rate / peak rate
 # -- evaluation
-eval_interval = 500  # steps between evaluations; 0 = only where sampling or the horizon asks
+eval_interval = 500  # steps between evaluations; 0 = only at the horizon
 eval_tokens = 10485760  # tokens of val in an evaluation before the horizon; 0 = all of val
 sample_interval = 2000  # steps between samples; 0 = off
 sample_tokens = 120  # tokens in a sample
@@ -113,8 +113,10 @@ import json
 import math
 import os
 import secrets
+import shlex
 import signal
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -125,7 +127,7 @@ import preflight
 import sample
 from checkpoint import Failed
 from data import prepare as data_prepare
-from model import GPT, GPTConfig, expected_first_loss, flops_per_token, parameter_counts
+from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts
 from preflight import finite
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
@@ -173,10 +175,12 @@ def start_ranks(device_type, interrupt):
     own_group = world_size > 1 and not dist.is_initialized()
     if own_group:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    failed = True
     try:
         yield Ranks(rank, world_size, device)
+        failed = False
     finally:
-        if own_group:
+        if own_group and not (failed and device_type == "cuda"):  # NCCL would wait there for ranks that wait elsewhere
             dist.destroy_process_group()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -189,7 +193,7 @@ def from_rank_0(ranks, function, *arguments):
     if ranks.rank == 0:
         try:
             answer[0] = function(*arguments)
-        except (ValueError, OSError, RuntimeError) as error:
+        except Exception as error:  # raised again below, on every rank: the others wait for an answer
             answer[1] = error
     if ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=ranks.device)
@@ -533,7 +537,7 @@ def order_fingerprint(windows, order, data_seed, block_size):
     return hashlib.sha256(json.dumps([column.tolist() for column in head]).encode()).hexdigest()
 
 
-def trainer_record(run, opt, settings, manifest, control, world_size):
+def trainer_record(run, opt, settings, manifest, control, host):
     """trainer.json: everything of a checkpoint that is not a tensor of the model or the optimizer."""
     tokens, block_size, order = run.step * settings["batch_tokens"], settings["block_size"], token_order(run.segments)
     windows = tokens // block_size
@@ -547,9 +551,7 @@ def trainer_record(run, opt, settings, manifest, control, world_size):
         "segments": run.segments, "settings": settings,
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
         "best_val_loss": run.best_val_loss, "wandb_run_id": "", "control": control,
-        "world_size": world_size, "threads": torch.get_num_threads(), "versions": preflight.versions(),
-        "git_commit": preflight.git_commit(), "code": preflight.code_sha256(),
-    }
+    } | host
 
 
 def weights_of(model):
@@ -557,7 +559,7 @@ def weights_of(model):
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def save(out_dir, run, ranks, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
+def save(out_dir, run, host, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
     """Writes a checkpoint, points to it, prunes older ones. Returns '' or the cause where it failed. Ranks: rank 0.
 
     Raises Failed for weights that are not finite, or data found damaged: neither is ever pointed at."""
@@ -567,26 +569,32 @@ def save(out_dir, run, ranks, model, opt, model_record, settings, manifest, cont
         raise Failed(damage)
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise Failed(f"the weights of step {run.step:,} are not finite; the checkpoint before it stands")
-    control = control_loss(model, control_stream, settings["block_size"], ranks.device)
+    control = control_loss(model, control_stream, settings["block_size"], opt.flat.device)
     files = {"model.safetensors": weights, "model.json": model_record,
              "optimizer.safetensors": {name: tensor.cpu() for name, tensor in opt.state.items()},
-             "trainer.json": trainer_record(run, opt, settings, manifest, finite(control), ranks.world_size)}
+             "trainer.json": trainer_record(run, opt, settings, manifest, finite(control), host)}
     try:
         folder = checkpoint.write(out_dir, run.step, files, run.run)
         checkpoint.point(out_dir, folder, run.lineage[-1][0])
-        checkpoint.prune(out_dir, run.run, keep, report)
     except OSError as error:
         report("save_failed", cause=str(error))
         return str(error)
+    with contextlib.suppress(OSError):  # what cannot be pruned now is pruned after the next save
+        checkpoint.prune(out_dir, run.run, keep, report)
     report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
            seconds=round(time.perf_counter() - began, 3))
     return ""
 
 
 def save_milestone(out_dir, run, model, model_record, report):
-    """Writes weights only, to be kept for ever. Ranks: rank 0."""
+    """Writes weights only, to be kept for ever; a step that is done again finds them there. Ranks: rank 0."""
     files = {"model.safetensors": weights_of(model), "model.json": model_record}
-    report("save", milestone=checkpoint.write(out_dir, run.step, files, run.run, "milestones").name)
+    if checkpoint.holds(Path(out_dir, "milestones", f"step_{run.step:08d}"), run.run, files["model.safetensors"]):
+        return
+    try:
+        report("save", milestone=checkpoint.write(out_dir, run.step, files, run.run, "milestones").name)
+    except OSError as error:
+        report("save_failed", cause=str(error))
 
 
 def take_over(trainer, run, opt, manifest, settings):
@@ -610,21 +618,20 @@ def take_over(trainer, run, opt, manifest, settings):
     return {name: [recorded[name], now] for name, now in settings.items() if name in recorded and recorded[name] != now}
 
 
-def load_state(ranks, folder, model, opt, init_from, init_sha256):
-    """Puts a checkpoint's (or init_from's) tensors, read on rank 0, into every rank's model and optimizer; a fresh
-    start hands out rank 0's initial weights. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
-    parameters, held = dict(model.named_parameters()), {}
+def load_state(ranks, folder, model, opt):
+    """Puts a folder's tensors, read on rank 0, into every rank's model and, unless it is None, optimizer; without a
+    folder rank 0's first weights go out. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
+    parameters, state, held = dict(model.named_parameters()), opt.state if opt else {}, {}
 
     def read():
-        if folder or init_from:
-            held.update(checkpoint.read(folder or init_from, "model.safetensors", parameters,
-                                        "" if folder else init_sha256))
         if folder:
-            held.update(checkpoint.read(folder, "optimizer.safetensors", opt.state))
+            held.update(checkpoint.read(folder, "model.safetensors", parameters))
+        if state:
+            held.update(checkpoint.read(folder, "optimizer.safetensors", state))
 
     from_rank_0(ranks, read)
     with torch.no_grad():
-        for name, tensor in [*parameters.items(), *opt.state.items()]:
+        for name, tensor in [*parameters.items(), *state.items()]:
             if name in held:
                 tensor.copy_(held.pop(name))
             if ranks.world_size > 1:
@@ -647,7 +654,7 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
             break
         if dropout_key:
             draw = hash64(*dropout_key, index)
-            torch.manual_seed((draw >> 32) ^ (draw & 0xFFFFFFFF))  # the CPU's generator ignores all but 32 bits
+            seed_device(ranks.device, (draw >> 32) ^ (draw & 0xFFFFFFFF))  # the CPU's generator ignores all but 32 bits
         with autocast():
             loss = model(*batch).mean()
         (loss * opt.loss_scale).backward()
@@ -683,6 +690,12 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
         opt.growth.copy_(torch.where(overflow | full, 0, grown))
         opt.loss_scale.mul_(torch.where(overflow, 0.5, torch.where(full, 2.0, 1.0)))
     return outcome
+
+
+def seed_device(device, seed):
+    """Seeds the device's own generator; torch.manual_seed would seed every kind of device, a hundred times slower."""
+    {"cpu": torch.default_generator.manual_seed, "cuda": torch.cuda.manual_seed,
+     "mps": torch.mps.manual_seed}[device.type](seed)
 
 
 def on_device(numbers, device):
@@ -788,7 +801,10 @@ def main():
         if writes:
             from_rank_0(ranks, preflight.check_disk, out_dir, min_free_gb)
             from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
-        folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, report, writes) or (None, None)
+            journal.claimed = True
+        found = []  # what finding it came upon, told once the session has a number
+        folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, lambda event, **fields: found.append(
+            (event, fields)), writes) or (None, None)
         bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         compute = preflight.pick_dtype(dtype, kind, bf16_native, trainer["settings"]["dtype"] if trainer else "")
         compiled = preflight.pick_compile(compile, kind, bf16_native)
@@ -801,15 +817,20 @@ def main():
         changed = take_over(trainer, run, opt, manifest, settings) if trainer else {}
         if not trainer:
             run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
-        load_state(ranks, folder, model, opt, init_from, init_sha256)
+            from_rank_0(ranks, checkpoint.check_init, init_from, asdict(config), init_sha256)
+        load_state(ranks, folder or init_from, model, opt if folder else None)
         run.lineage = [*run.lineage, [from_rank_0(ranks, secrets.token_hex, 4), run.step]]
-        run.session += 1
+        run.session = 1 + from_rank_0(ranks, lambda: max(run.session, journal.last_session()))
+        for event, fields in found:
+            say(f"{event:6} {json.dumps(fields)}")
+            report(event, **fields)
         stages.end("load")
 
         # the data as token streams, and what stays the same from step to step
         order, windows_per_step = token_order(run.segments), batch_tokens // block_size
-        train_stream = data_prepare.Tokens(data_dir, run.segments[-1][1], vocabulary)
-        val_stream = data_prepare.Tokens(data_dir, manifest["val"], vocabulary)
+        shards = manifest["train"][:len(run.segments[-1][1])]  # the recorded ones, under their present names
+        train_stream, val_stream = (data_prepare.Tokens(data_dir, files, manifest["vocab_size"])
+                                    for files in (shards, manifest["val"]))
         preflight.check_length(len(train_stream), block_size, data_dir)
         some_val, all_val = (validation_starts(val_stream, block_size, tokens) for tokens in (eval_tokens, 0))
         control_stream = val_stream if len(all_val) else train_stream
@@ -818,8 +839,12 @@ def main():
         evaluation = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast, token_bytes, interrupt
         model_record = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
-        preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), train_stream, settings,
-                           micro_batch_count, ranks.world_size, sum(tensor.numel() for tensor in opt.state.values()))
+        checkpoint_bytes = 4 * (counts["total"] + sum(tensor.numel() for tensor in opt.state.values()))
+        found_loss = first_loss(model) if lead and not (trainer or init_from) else None
+        preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), found_loss, train_stream,
+                           settings, micro_batch_count, ranks.world_size, checkpoint_bytes)
+        if writes and run.step >= run.horizon and from_rank_0(ranks, journal.finished):
+            return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
         if trainer:
             say(f"resume {folder.name} of run {run.run}: session {run.session} goes on after step {run.step:,}")
             loss = from_rank_0(ranks, control_loss, model, control_stream, block_size, ranks.device)
@@ -834,26 +859,22 @@ def main():
         if dry_run:
             return say("dry run: everything up to the first step holds; nothing was written")
 
-        if run.step >= run.horizon and from_rank_0(ranks, journal.finished):
-            return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
-
         # what this session begins with, on record
-        if lead:
-            checkpoint.write_json(os.path.join(out_dir, "config.json"), settings)
-        report("start", run=run.run, stages=stages.seconds, versions=preflight.versions(), world_size=ranks.world_size,
-               threads=torch.get_num_threads(), git_commit=preflight.git_commit(), parameters=counts["total"],
-               data_fingerprint=data_prepare.fingerprint(manifest), settings=settings)
+        from_rank_0(ranks, checkpoint.write_json, os.path.join(out_dir, "config.json"), settings)
+        host = {"world_size": ranks.world_size, "threads": torch.get_num_threads(), "versions": preflight.versions(),
+                "git_commit": preflight.git_commit(), "code": preflight.code_sha256()}
+        report("start", run=run.run, stages=stages.seconds, parameters=counts["total"], settings=settings,
+               data_fingerprint=data_prepare.fingerprint(manifest), **host)
         if trainer:
-            report("resume", checkpoint=folder.name, changed=changed, recorded={name: trainer[name] for name in (
-                "world_size", "threads", "versions", "git_commit", "code")})
+            report("resume", checkpoint=folder.name, changed=changed, recorded={name: trainer[name] for name in host})
         else:
             report("init", source=init_from or f"seed {seed}")
         if "max_steps" in changed:
             report("horizon", recorded=changed["max_steps"][0], now=run.horizon)
-        next_save, next_eval = (preflight.next_due(run.step, interval, run.horizon) for interval in
-                                (checkpoint_interval, eval_interval))
-        say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation at step "
-            f"{next_eval if trainer else 0:,}")
+        next_save = preflight.next_due(run.step, checkpoint_interval, run.horizon)
+        next_eval = preflight.next_due(run.step if trainer else -1, eval_interval, run.horizon)
+        next_eval = "never (no validation data)" if not len(all_val) else f"at step {next_eval:,}"
+        say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation {next_eval}")
         journal.status("running", "")
 
         # the loop. At a boundary: save, milestone, evaluate, sample; then stop, or do a step
@@ -862,8 +883,12 @@ def main():
         at_exit.callback(hasher.close)
         lag = 1 if kind == "cuda" else 0  # on a GPU the host reads a step's outcome while the next step runs
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
-        saved_at, failed_saves, save_s, stop, complete = run.step if trainer else -1, 0, 0.0, "", True
-        evaluated_at = run.step if trainer and from_rank_0(ranks, journal.evaluation_at, run.step) else -1
+        saved_at, failed_saves, stop, complete = run.step if trainer else -1, 0, "", True
+        save_s, watch_s = checkpoint_bytes / 100e6, 0.0  # of the last save and the last evaluation; before one, a guess
+        evaluated_at = -1
+        wanted = len(all_val if run.step >= run.horizon else some_val)
+        if trainer and (known := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
+            evaluated_at, run.best_val_loss = run.step, min(known["val_loss"], run.best_val_loss or math.inf)
         loop_began, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
@@ -899,19 +924,21 @@ def main():
 
             if run.step != saved_at and (stop or at_end or due(checkpoint_interval) and run.step > 0):
                 began = time.monotonic()
-                cause = from_rank_0(ranks, save, out_dir, run, ranks, model, opt, model_record, settings, manifest,
+                cause = from_rank_0(ranks, save, out_dir, run, host, model, opt, model_record, settings, manifest,
                                     control_stream, hasher.damage, keep_checkpoints, report)
-                save_s, failed_saves, saved_at = time.monotonic() - began, failed_saves + 1 if cause else 0, run.step
+                save_s, failed_saves = time.monotonic() - began, failed_saves + 1 if cause else 0
+                saved_at = saved_at if cause else run.step
                 if cause and (stop or at_end or failed_saves == 2):
                     raise Failed(f"the checkpoint of step {run.step:,} could not be saved: {cause}", "save")
                 say(f"save   step {run.step:,} " + (f"failed ({cause}); the next one is tried" if cause else
                                                     f"in {save_s:.1f} s"))
-            if due(milestone_interval) and run.step > first_step:
+            if due(milestone_interval) and run.step > 0:
                 from_rank_0(ranks, save_milestone, out_dir, run, model, model_record, report)
+            began = time.monotonic()
             if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
                 starts = all_val if at_end else some_val
                 result = evaluate(model, ranks, val_stream, starts, *evaluation)
-                report("eval", **result)
+                report("eval", run=run.run, **result)
                 hasher.reads(val_stream, starts, block_size)
                 complete = result["complete"]
                 if result["val_loss"] is not None:
@@ -925,6 +952,7 @@ def main():
                     say("\n".join(sections if at_end else sections[:1]))
             if stop or at_end:
                 break
+            watch_s = max(watch_s, time.monotonic() - began)
             mark = time.perf_counter() if boundary else mark  # what a boundary takes is no step's time
 
             # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
@@ -934,14 +962,14 @@ def main():
                 present = from_rank_0(ranks, data_prepare.read_manifest, data_dir)
                 if grown := data_prepare.grown(run.segments[-1][1], present["train"]):
                     run.segments.append([pass_start, grown])
-                    order, train_stream = token_order(run.segments), data_prepare.Tokens(data_dir, grown, vocabulary)
-                    data_s = 0.0
+                    order, data_s = token_order(run.segments), 0.0
+                    train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"])
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
             drawn = draw_windows(first_window, windows_per_step, order, data_seed, block_size)
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
                                             block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))
-            reserve_s = 2 * (save_s + took_s)  # for the step that comes and the last save
+            reserve_s = 2 * (save_s + took_s) + watch_s  # for the step that comes, what is due after it, the last save
             out_of_time = 0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s
             run.step += 1
             outcome = train_step(
@@ -953,15 +981,18 @@ def main():
                 journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
 
         # the end of the session
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world_size}"][:3 * (ranks.world_size > 1)]
         finished = run.step >= run.horizon and in_time and complete and not interrupt.name
-        reason = "horizon" if finished else "signal" if interrupt.name else stop or "steps"
+        reason = "horizon" if finished else "signal" if interrupt.name or not complete else stop or "steps"
         if reason == "signal":
             report("signal", name=interrupt.name)
         report("finish" if finished else "stop", reason=reason)
         journal.status("finished" if finished else "stopped", reason)
+        if finished and len(all_val) and evaluated_at != run.step:
+            say(preflight.eval_line(run.step, result))
         say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
-            f"  python sample.py --out_dir={out_dir}\n" + (f"  python checkpoint.py list {out_dir}" if finished else
-                                                          f"  python {' '.join(sys.argv)}"))
+            f"  {shlex.join(['python', 'sample.py', f'--out_dir={out_dir}'])}\n  " + shlex.join(
+                ["python", "checkpoint.py", "list", out_dir] if finished else [*(launcher or ["python"]), *sys.argv]))
 
 
 if __name__ == "__main__":

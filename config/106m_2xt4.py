@@ -1,4 +1,4 @@
-# 106M parameters on 1B tokens on the two T4s of a free notebook, 30 GPU hours a week: five sessions, one run.
+# 106M parameters on 1B tokens on the two T4s of a free notebook, 30 GPU hours a week: several sessions, one run.
 #   parameters   106,194,240: embedding 49,152 x 576 = 28,311,552 (tied); 22 blocks of 3,540,096 =
 #                attention 884,736 + SwiGLU 2,654,208 + norms 1,152; final norm 576
 #   a step       262,144 tokens = 256 windows of 1,024 = 32 micro-batches of 8; each T4 does 16

@@ -2,6 +2,7 @@
 #   parameters   836,736: embedding and head 320 x 128 each (257 ids, padded); 4 blocks of 188,416; norms 1,152
 #   a step       4,096 tokens = 32 windows of 128 = 2 micro-batches of 16, so that 2 ranks can share it
 #   the run      900 steps x 4,096 = 3,686,400 tokens, 0.32 passes; it decays from step 450 on
+# Expected: about 1.22 nats per byte after 4 minutes; README.md has the figures of bench/quickstart.py.
 # Layer norm rather than RMSNorm: PyTorch has one fused kernel for it on CPU, and none for the other.
 out_dir = "out/quickstart"
 data_dir = "data/stdlib"

@@ -77,8 +77,9 @@ class Tokenizer:
         return self.encode_bytes(text.encode("utf-8", "replace")).tolist()
 
     def decode(self, ids):
-        """The text of any ids below vocab_size; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(self._texts[i] for i in ids).decode("utf-8", "replace")
+        """The text of any ids; bytes that are not UTF-8 and ids beyond the vocabulary become U+FFFD."""
+        known = len(self._texts)
+        return b"".join(self._texts[i] if i < known else b"\xff" for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self):
         """int64 [vocab_size]: bytes of text per id, 0 for eot; all 0 where there is no tokenizer."""
@@ -225,6 +226,8 @@ def manifest_problems(manifest):
         problems.append(f"vocab_size is {vocab_size!r}, not a whole number from 1 to {LARGEST_VOCAB:,}")
     if not has_fields(tokenizer, {"kind": str, "name": str, "sha256": str, "eot": int}):
         problems.append(f"tokenizer is {tokenizer!r}, not an object with kind, name, sha256 and a number eot")
+    elif type(manifest.get("vocab_size")) is int and tokenizer["eot"] >= manifest["vocab_size"]:
+        problems.append(f"tokenizer: its eot {tokenizer['eot']:,} lies beyond vocab_size {manifest['vocab_size']:,}")
     for key in ("train", "val", "sources"):
         if not isinstance(manifest.get(key), list):
             problems.append(f"{key} is {manifest.get(key)!r}, not a list")
@@ -262,7 +265,7 @@ def shard_problems(data_dir, shard):
 
 def open_data(data_dir, build):
     """The checked manifest of a data folder; build='stdlib' makes the embedded corpus where there is no folder."""
-    if build == "stdlib" and not os.path.exists(data_dir):
+    if build == "stdlib" and not (os.path.isdir(data_dir) and os.listdir(data_dir)):
         print(f"building the embedded corpus (Python's own sources, as bytes) in {data_dir}", flush=True)
         build_stdlib(data_dir)
     return read_manifest(data_dir)
@@ -274,7 +277,7 @@ def open_tokenizer(manifest, say):
         return None
     try:
         return load_tokenizer(manifest["tokenizer"])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return say(f"no samples and no bits per byte: {error}")
 
 
@@ -561,6 +564,8 @@ def find_sources(inputs):
     missing = [given for given in inputs if not os.path.exists(given)]
     if missing:
         raise ValueError("no such file or folder: " + ", ".join(missing))
+    if strange := [given for given in inputs if not (os.path.isfile(given) or os.path.isdir(given))]:
+        raise ValueError("neither a file nor a folder: " + ", ".join(strange))
     sources, binary, seen = [], [], set()
     for given in inputs:
         files = []
@@ -874,6 +879,8 @@ def header_of(path):
             raise ValueError(f"{path}: the llm.c header says version {version} and {tokens:,} tokens; in "
                              f"version 1 that is {LLMC_HEADER + 2 * tokens:,} bytes, the file has {size:,}")
         return LLMC_HEADER
+    if size == LLMC_HEADER + 2 * tokens:
+        raise ValueError(f"{path}: a header like llm.c's, but of unknown kind (magic {magic}, version {version})")
     if size == 0 or size % 2:
         raise ValueError(f"{path}: {size:,} bytes are not a whole number of uint16 ids")
     return 0
@@ -912,6 +919,9 @@ def import_tokens(out_dir, files, val_files, tokenizer, vocab_size, progress=Tru
             rows[split].append(shard_row(name, tokens, headers[path], sha256))
             sources.append({"name": path.name, "revision": "", "documents": documents, "tokens": tokens})
         bar.end()
+        if tokenizer["eot"] >= 0 and not any(source["documents"] for source in sources):
+            print(f"note: no end-of-text id ({tokenizer['eot']}) was found; are these ids of {tokenizer['name']}? "
+                  "Else give --tokenizer", file=sys.stderr)
         return write_manifest(folder, tokenizer, vocab_size, rows["train"], rows["val"], sources)
 
 
@@ -942,6 +952,8 @@ def print_summary(data_dir, manifest):
 
 
 def build_command(args):
+    if args.tokenizer == "none":
+        raise ValueError("build turns text into ids and needs a tokenizer: bytes, gpt2 or another of tiktoken")
     tokenizer = load_tokenizer(named_tokenizer(args.tokenizer))
     sources, binary = find_sources(args.inputs)
     if binary:

@@ -16,7 +16,7 @@ WORDS = [b"the ", b"run ", b"goes ", b"on ", b"and on\n"]
 
 
 def write_shard(folder, name, size):
-    """A shard of bytes with something to learn in it, the same for the same name and size; returns its row."""
+    """A shard of bytes with something to learn in them, the same for the same name and size; its row."""
     draw = random.Random(f"{name} {size}")
     ids = np.frombuffer(b"".join(draw.choices(WORDS, k=size))[:size], np.uint8).astype("<u2")
     ids.tofile(folder / name)
@@ -48,8 +48,8 @@ def append_shard(folder, size):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """62 windows of 16 tokens: a tiny run makes several passes over them. Tests that change data make their own."""
-    return write_data(tmp_path_factory.mktemp("data") / "tiny", 1000)
+    """43 windows of 16 tokens: a tiny run makes several passes. Tests that change data make their own."""
+    return write_data(tmp_path_factory.mktemp("data") / "tiny", 700)
 
 
 def pytest_collection_modifyitems(items):

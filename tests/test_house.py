@@ -40,6 +40,7 @@ MAY_IMPORT = {
                   "data/prepare.py"},
     "export.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
                   "data/prepare.py"},
+    "preflight.py": {"model.py"},
     "hub.py": {"configurator.py", "checkpoint.py"},
     "plan.py": {"configurator.py", "checkpoint.py", "preflight.py"},
     "report.py": {"configurator.py", "checkpoint.py", "preflight.py"},

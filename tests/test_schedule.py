@@ -283,8 +283,8 @@ def test_all_problems_of_the_settings_are_in_one_message():
     for text in ("schedule is 'linear'; it is one of 'wsd', 'cosine', 'constant'",
                  "batch_size is 0; it must be at least 1",
                  "decay_ratio is 1.5; it must lie in 0 to 1", "warmup_steps is -1; it must not be negative",
-                 "learning_rate is -0.1; it must not be negative", "n_layer is -2; it must be at least 1",
-                 "beta1, beta2 and dropout must be below 1", "eval_only and dry_run exclude each other",
+                 "learning_rate is -0.1; it must not be negative", "n_layer -2 must be at least 1",
+                 "beta1 and beta2 must be below 1", "eval_only and dry_run exclude each other",
                  "dtype is 'fp16'; it is one of 'auto', 'float32', 'bfloat16', 'float16'"):
         assert text in lines
     assert any(line.startswith("resume is 'newest'; it is 'auto', 'never', 'must' or a ") for line in lines)
