@@ -7,6 +7,7 @@ import functools
 import shutil
 
 import pytest
+import torch
 
 from driver import rows, session, words_of
 
@@ -43,6 +44,7 @@ def test_bfloat16_and_float16_follow_float32(losses):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="compiling needs a C++ compiler")
-def test_a_compiled_run_has_the_losses_of_an_eager_one(losses):
+def test_a_compiled_run_has_the_losses_of_an_eager_one(losses, request):
+    request.addfinalizer(torch.compiler.reset)  # what it has learnt of this model is not for other tests
     run = functools.partial(losses, max_steps=4, **BLOCK | {"dropout": 0.0})
     assert run("compiled", compile="on") == pytest.approx(run("eager"), abs=1e-4)
