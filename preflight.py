@@ -361,6 +361,13 @@ def describe(say, counts, flops, expected_loss, found_loss, stream, settings, mi
         say(note)
 
 
+def note_host(say, recorded, host):
+    """Says on what a resumed session differs from the one before, where the same bits are no longer promised."""
+    words = {"world_size": "number of ranks", "threads": "threads", "versions": "versions", "code": "code"}
+    if different := [word for name, word in words.items() if recorded[name] != host[name]]:
+        say(f"note   {', '.join(different)} differ from the session before: the same windows, but not the same bits")
+
+
 def plural(number, one, many=""):
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 

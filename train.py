@@ -867,6 +867,7 @@ def main():
                data_fingerprint=data_prepare.fingerprint(manifest), **host)
         if trainer:
             report("resume", checkpoint=folder.name, changed=changed, recorded={name: trainer[name] for name in host})
+            preflight.note_host(say, trainer, host)
         else:
             report("init", source=init_from or f"seed {seed}")
         if "max_steps" in changed:
