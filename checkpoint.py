@@ -246,7 +246,8 @@ def verify(folder, run=None, manifest_sha256=None):
     folder, trainer = Path(folder), None
     manifest = _read_json(folder / "manifest.json", MANIFEST)
     listed = {entry["name"]: entry for entry in manifest["files"] if _has(entry, FILE)}
-    want(folder.name == f"step_{manifest['step']:08d}", f"manifest.json: step is {manifest['step']}")
+    named = FOLDER.fullmatch(folder.name)  # a copy may have any other name
+    want(not named or int(named[1]) == manifest["step"], f"manifest.json: step is {manifest['step']}")
     want(run in (None, manifest["run"]), f"manifest.json: run is {manifest['run']!r}, wanted {run!r}")
     try:
         there = set(os.listdir(folder)) - {"manifest.json"}
@@ -431,18 +432,24 @@ def find(out_dir, resume, report, writes):
 
 
 def _newest_as_it_lies(out_dir, name):
-    folders, causes = [folder for folder in _folders(out_dir) if name in ("", folder.name)], []
-    with contextlib.suppress(Damaged):  # then the newest whole one it is
+    folders, pointed, causes = [folder for folder in _folders(out_dir) if name in ("", folder.name)], None, []
+    try:
         pointed = pointer(out_dir)
-        folders.sort(key=lambda folder: bool(pointed) and folder.name != pointed["checkpoint"])
+    except Damaged as error:  # then the newest whole one it is
+        causes.append(str(error))
+    if pointed:
+        folders.sort(key=lambda folder: folder.name != pointed["checkpoint"])
     for folder in folders:
         try:
-            if trainer := verify(folder)[1]:
+            if trainer := verify(folder, pointed and pointed["run"])[1]:
+                for cause in causes:
+                    print(f"passed over: {cause}", flush=True)
                 return folder, trainer
         except Damaged as error:
             causes.append(str(error))
-    if causes or name:
-        raise ValueError(f"{out_dir} has no whole checkpoint {name}: " + ("; ".join(causes) or "it is not there"))
+    if causes or name or pointed:
+        raise ValueError(f"{out_dir} has no whole checkpoint{' ' * bool(name)}{name}: "
+                         + ("; ".join(causes) or "it is not there"))
     return None
 
 
@@ -496,7 +503,8 @@ class Journal:
 
     def _events(self):
         path = Path(self.out_dir) / "events.jsonl"
-        return map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        lines = path.read_text().splitlines(True) if path.exists() else ()
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have torn the last
 
     def last_session(self):
         """The largest session number on record, 0 where there is none."""

@@ -595,6 +595,7 @@ def save_milestone(out_dir, run, model, model_record, report):
         report("save", milestone=checkpoint.write(out_dir, run.step, files, run.run, "milestones").name)
     except OSError as error:
         report("save_failed", cause=str(error))
+        print(f"milestone of step {run.step:,} failed: {error}", file=sys.stderr, flush=True)
 
 
 def take_over(trainer, run, opt, manifest, settings):
@@ -609,7 +610,7 @@ def take_over(trainer, run, opt, manifest, settings):
     if trainer["order_fingerprint"] != order_fingerprint(trainer["windows"], token_order(trainer["segments"]),
                                                          settings["data_seed"], settings["block_size"]):
         raise ValueError("the order of windows at the cursor is not the recorded one: the code has changed")
-    for name in ("run", "lineage", "session", "step", "segments", "bad_steps", "best_val_loss"):
+    for name in ("run", "lineage", "step", "segments", "bad_steps", "best_val_loss"):
         setattr(run, name, trainer[name])
     opt.updates.fill_(trainer["updates"])
     if recorded["dtype"] == settings["dtype"]:
@@ -802,9 +803,9 @@ def main():
             from_rank_0(ranks, preflight.check_disk, out_dir, min_free_gb)
             from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
             journal.claimed = True
-        found = []  # what finding it came upon, told once the session has a number
-        folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, lambda event, **fields: found.append(
-            (event, fields)), writes) or (None, None)
+        run.session = 1 + from_rank_0(ranks, journal.last_session)
+        tell = lambda event, **fields: (say(f"{event:6} {json.dumps(fields)}"), report(event, **fields))
+        folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, tell, writes) or (None, None)
         bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         compute = preflight.pick_dtype(dtype, kind, bf16_native, trainer["settings"]["dtype"] if trainer else "")
         compiled = preflight.pick_compile(compile, kind, bf16_native)
@@ -820,10 +821,7 @@ def main():
             from_rank_0(ranks, checkpoint.check_init, init_from, asdict(config), init_sha256)
         load_state(ranks, folder or init_from, model, opt if folder else None)
         run.lineage = [*run.lineage, [from_rank_0(ranks, secrets.token_hex, 4), run.step]]
-        run.session = 1 + from_rank_0(ranks, lambda: max(run.session, journal.last_session()))
-        for event, fields in found:
-            say(f"{event:6} {json.dumps(fields)}")
-            report(event, **fields)
+        run.session = max(run.session, trainer["session"] + 1 if trainer else 0)
         stages.end("load")
 
         # the data as token streams, and what stays the same from step to step
@@ -886,10 +884,10 @@ def main():
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
         saved_at, failed_saves, stop, complete = run.step if trainer else -1, 0, "", True
         save_s, watch_s = checkpoint_bytes / 100e6, 0.0  # of the last save and the last evaluation; before one, a guess
-        evaluated_at = -1
+        evaluated_at, result = -1, None
         wanted = len(all_val if run.step >= run.horizon else some_val)
-        if trainer and (known := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
-            evaluated_at, run.best_val_loss = run.step, min(known["val_loss"], run.best_val_loss or math.inf)
+        if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
+            evaluated_at, run.best_val_loss = run.step, min(result["val_loss"], run.best_val_loss or math.inf)
         loop_began, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
@@ -927,8 +925,8 @@ def main():
                 began = time.monotonic()
                 cause = from_rank_0(ranks, save, out_dir, run, host, model, opt, model_record, settings, manifest,
                                     control_stream, hasher.damage, keep_checkpoints, report)
-                save_s, failed_saves = time.monotonic() - began, failed_saves + 1 if cause else 0
-                saved_at = saved_at if cause else run.step
+                failed_saves = failed_saves + 1 if cause else 0
+                saved_at, save_s = (saved_at, save_s) if cause else (run.step, time.monotonic() - began)
                 if cause and (stop or at_end or failed_saves == 2):
                     raise Failed(f"the checkpoint of step {run.step:,} could not be saved: {cause}", "save")
                 say(f"save   step {run.step:,} " + (f"failed ({cause}); the next one is tried" if cause else
@@ -989,7 +987,7 @@ def main():
             report("signal", name=interrupt.name)
         report("finish" if finished else "stop", reason=reason)
         journal.status("finished" if finished else "stopped", reason)
-        if finished and len(all_val) and evaluated_at != run.step:
+        if finished and result:
             say(preflight.eval_line(run.step, result))
         say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
             f"  {shlex.join(['python', 'sample.py', f'--out_dir={out_dir}'])}\n  " + shlex.join(

@@ -719,3 +719,71 @@ def test_main_leaves_signals_threads_and_process_group_as_it_found_them(words, t
 def test_ranks_keep_the_process_group_they_came_with(tmp_path, data):
     jobs = [(words_of(tmp_path / "run", data, stop_after_steps=4), {}) for _ in range(3)]
     assert [[code for code, _ in ranks] for ranks in run_ranks(2, tmp_path, *jobs)] == [[0, 0]] * 3
+
+
+def test_a_save_that_failed_is_tried_again_when_the_next_step_is_dropped(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write", failing_saves(2))
+
+    def late():  # a signal, as if it had come so long ago that the step must be dropped
+        signal_self("SIGTERM")
+
+    text = ok(words(), DROP_STEP_AFTER_S=-1.0, train_step=before_step(9, late))
+    assert "stopped (signal) at step 8" in text
+    assert pointed(tmp_path / "run")[1]["step"] == 8
+
+
+# -- what is told of a session
+
+def test_sessions_have_numbers_of_their_own_also_after_one_that_saved_nothing(words, tmp_path):
+    def session_numbers():
+        return [row["session"] for row in events(tmp_path / "run", "start")]
+
+    with pytest.raises(KeyboardInterrupt):
+        session(words(), train_step=before_step(3, leave))
+    ok(words(stop_after_steps=4))
+    with pytest.raises(KeyboardInterrupt):
+        session(words(), train_step=before_step(3, leave))
+    ok(words())
+    assert session_numbers() == [1, 2, 3, 4]
+    ok(words(resume="step_00000008"))
+    assert session_numbers() == [1, 2, 3, 4, 5]
+
+
+def leave():
+    raise KeyboardInterrupt
+
+
+def test_a_rollback_is_on_record_even_if_the_session_is_then_refused(finished, data, tmp_path):
+    out_dir = copy(finished, tmp_path)
+    refused(words_of(out_dir, data, **finished.settings, resume="step_00000008", seed=5), "seed")
+    assert [row["checkpoint"] for row in events(out_dir, "rollback")] == ["step_00000008"]
+
+
+def test_a_torn_last_event_disturbs_no_one(finished, data, tmp_path):
+    out_dir = copy(finished, tmp_path)
+    with open(out_dir / "events.jsonl", "a") as file:
+        file.write('{"time": 1.0, "sess')
+    ok(words_of(out_dir, data, **finished.settings, eval_only=True))
+    ok(words_of(out_dir, data, **finished.settings))
+
+
+def test_a_finished_run_ends_with_its_validation_loss(finished):
+    loss = events(finished.out_dir, "eval")[-1]["val_loss"]
+    assert f"val loss {loss:.4f} nats per token" in finished.text[finished.text.index("## "):].split("finished (")[0]
+
+
+# -- vocabularies and weights of other places
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_sampled_too(words, tmp_path):
+    ok(words(vocab_size=400, sample_interval=4, sample_tokens=200, max_steps=4))
+    assert (tmp_path / "run" / "samples" / "step_00000004.md").read_text()
+
+
+def test_init_from_takes_a_copied_folder_and_refuses_a_damaged_one(finished, words, tmp_path):
+    source = shutil.copytree(finished.out_dir / "milestones" / "step_00000006", tmp_path / "base")
+    ok(words(init_from=source, max_steps=1))
+    weights = source / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    refused(words_of(tmp_path / "other", words.args[1], init_from=source), "model.safetensors", "sha256")
