@@ -139,6 +139,7 @@ LOSS_SCALE_GROWTH_STEPS = 2000  # steps without overflow after which the loss sc
 CONTROL_WINDOWS = 8
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
 DROP_STEP_AFTER_S = 10.0  # after a signal, a step that takes longer than this is dropped
+STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
 REQUESTS = ("signal", "minutes", "data", "drop")  # what any rank can ask for; agreed with the gradients of every step
 
 
@@ -880,7 +881,7 @@ def main():
         journal.started = True
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
-        lag = 1 if kind == "cuda" else 0  # on a GPU the host reads a step's outcome while the next step runs
+        lag = STEPS_READ_LATE.get(kind, 0)
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
         saved_at, failed_saves, stop, complete = run.step if trainer else -1, 0, "", True
         save_s, watch_s = checkpoint_bytes / 100e6, 0.0  # of the last save and the last evaluation; before one, a guess

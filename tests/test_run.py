@@ -787,3 +787,33 @@ def test_init_from_takes_a_copied_folder_and_refuses_a_damaged_one(finished, wor
     data[-1] ^= 1
     weights.write_bytes(data)
     refused(words_of(tmp_path / "other", words.args[1], init_from=source), "model.safetensors", "sha256")
+
+
+# -- the host reads a step late, as it does on a GPU
+
+LATE = {"STEPS_READ_LATE": {"cpu": 1}}
+
+
+def test_a_host_that_reads_a_step_late_leaves_the_same_run(finished, data, tmp_path):
+    words = functools.partial(words_of, tmp_path / "run", data, **finished.settings)
+    ok(words(stop_after_steps=5), **LATE)
+    ok(words(), **LATE)
+    assert_same(tmp_path / "run", finished.out_dir)
+    steps = [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, 13)), "every step has its row, once"
+
+
+@pytest.mark.parametrize("limit_s, step", [(60.0, 10), (-1.0, 8)], ids=["in-time", "dropped"])
+def test_a_signal_ends_a_run_that_is_read_a_step_late(finished, data, tmp_path, limit_s, step):
+    words = words_of(tmp_path / "run", data, **finished.settings)
+    signalled = before_step(9, lambda: signal_self("SIGTERM"))  # a step after a boundary
+    ok(words, DROP_STEP_AFTER_S=limit_s, train_step=signalled, **LATE)
+    assert status(tmp_path / "run") == ("stopped", "signal", step)
+    ok(words, **LATE)
+    assert_same(tmp_path / "run", finished.out_dir)
+
+
+def test_bad_steps_are_counted_by_a_host_that_reads_a_step_late(words, tmp_path):
+    code, text = session(words(max_bad_steps=3), **LATE, train_step=poisoned(*range(1, 99)))
+    assert code == 1 and status(tmp_path / "run")[:2] == ("failed", "bad_steps"), text
+    assert [row["in_a_row"] for row in events(tmp_path / "run", "skip")] == [1, 2, 3]
