@@ -6,12 +6,14 @@ python checkpoint.py rollback OUT_DIR step_00000030  # let training go on from a
 
 A folder gets its name by the rename that ends its save, and the pointer (latest.json) moves after that, so a
 kill at any instant leaves the checkpoint before it whole and found. What is damaged or in the way is renamed
-(.damaged-1, .aside-1, .abandoned), never overwritten. Only rank 0, holding the lock, changes anything.
+(.damaged-1, .aside-1, .abandoned), never overwritten. Only rank 0, holding the lock, changes anything; while it
+trains, a thread of it writes (Saver).
 """
 
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -19,12 +21,15 @@ import re
 import shutil
 import socket
 import sys
+import threading
 import time
 import traceback
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 FOLDER = re.compile("step_([0-9]{8}|[1-9][0-9]{8,})")  # a folder that was set aside has another name
@@ -34,6 +39,7 @@ TRAINER = {"run": str, "lineage": list, "step": int, "windows": int, "tokens": i
 BATCH = {"batch_tokens": int, "block_size": int}
 POINTER = {"format": int, "run": str, "step": int, "tokens": int, "windows": int, "checkpoint": str,
            "manifest_sha256": str, "commit": str, "nonce": str}
+SAVES_THAT_MAY_FAIL = 1  # in a row; one more ends the run
 
 
 class Damaged(ValueError):
@@ -116,11 +122,13 @@ def _fsync(path):
         os.close(fd)
 
 
-def _write_new(path, content):
-    """Write and fsync a new file: tensors under a name that ends in .safetensors, else JSON."""
+def _write_new(path, content, step=0):
+    """Write and fsync a new file: tensors, with their step, under a name that ends in .safetensors, else JSON.
+
+    The run's id is not among the tensors: two runs with the same weights have the same file."""
     if path.suffix == ".safetensors":
         try:
-            save_file(content, path)
+            save_file(content, path, {"step": str(step)})  # one entry: it keeps several in no order
         except SafetensorError as error:  # how it reports a full disk
             raise OSError(f"{path}: {error}") from error
         os.chmod(path, path.parent.stat().st_mode & 0o666)  # save_file leaves 0600, whatever the umask
@@ -161,7 +169,7 @@ def write(out_dir, step, files, run, kind="checkpoints"):
         for name, content in files.items():
             path = temporary / name
             assert path.suffix in (".safetensors", ".json"), f"{name}: only .safetensors and .json files"
-            _write_new(path, content)
+            _write_new(path, content, step)
             listed.append({"name": name, "bytes": path.stat().st_size, "sha256": sha256(path)})
         _write_new(temporary / "manifest.json", {"format": 1, "run": run, "step": step, "files": listed})
         _fsync(temporary)
@@ -258,7 +266,12 @@ def verify(folder, run=None, manifest_sha256=None):
             for key, read in (("bytes", os.path.getsize), ("sha256", sha256)):
                 found = read(folder / name)
                 want(found == entry[key], f"{name}: {key} is {found}, manifest.json says {entry[key]}")
-    except OSError as error:  # what the disk does not give back is damaged
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, "pt") as file:
+                    found = (file.metadata() or {}).get("step")
+                want(found == str(manifest["step"]), f"{name}: is of step {found}, manifest.json says "
+                     f"{manifest['step']}")
+    except (OSError, SafetensorError) as error:  # what the disk does not give back is damaged
         raise Damaged(f"{folder.name}: {error}") from error
     if "trainer.json" in listed or folder.parent.name == "checkpoints":
         trainer = _read_json(folder / "trainer.json", TRAINER)
@@ -307,6 +320,8 @@ def pointer(out_dir):
         raise Damaged(f"latest.json: checkpoint is {found['checkpoint']!r}, but step is {found['step']}")
     if not re.fullmatch("[0-9a-f]{64}", found["manifest_sha256"]):
         raise Damaged(f"latest.json: manifest_sha256 is {found['manifest_sha256']!r}, wanted 64 hex digits")
+    if not re.fullmatch("|[0-9a-f]{40}", found["commit"]):
+        raise Damaged(f"latest.json: commit is {found['commit']!r}, wanted '' or 40 hex digits")
     return found
 
 
@@ -371,7 +386,8 @@ def newest(out_dir, report):
     if not pointed or pointed["step"] != trainer["step"]:
         report("adopt" if not pointed or pointed["step"] < trainer["step"] else "pointer",
                checkpoint=folder.name, pointed=pointed["checkpoint"] if pointed else "")
-    elif wrong := [key for key in ("run", "tokens", "windows") if pointed[key] != trainer[key]]:
+    elif wrong := [key for key, value in (trainer | {"nonce": trainer["lineage"][-1][0]}).items()
+                   if pointed.get(key, value) != value]:
         report("damaged", checkpoint="latest.json", cause=f"{folder.name} has another {' and '.join(wrong)}")
         _set_aside(out_dir / "latest.json", "damaged")
     else:
@@ -461,6 +477,139 @@ class Failed(RuntimeError):
         self.reason = reason
 
 
+# -- saves while training goes on
+
+class Saver:
+    """The saves of rank 0: a snapshot into host memory that training cannot touch, then a thread that writes it while
+    steps go on; one at a time.
+
+    live: {file: {name: float32 tensor}}, as training changes them in place. held: the same in host memory, of just
+    their bytes. in_background: the memory is taken and touched while the session starts, not by the first save: the
+    first use of fresh memory costs several times the copy.
+    """
+
+    def __init__(self, out_dir, run, live, keep, min_free_gb, damage, report, say, saved_at, in_background):
+        self.out_dir, self.run, self.live, self.keep, self.min_free_gb = Path(out_dir), run, live, keep, min_free_gb
+        self.damage, self.report, self.say = damage, report, say
+        self.saved_at = saved_at  # step of the checkpoint that is pointed at, -1 for none
+        self.failures, self.cause = 0, ""  # saves that failed in a row, and why the last one did
+        self.error = None  # why the run cannot go on
+        sizes = [tensor.numel() for tensors in live.values() for tensor in tensors.values()]
+        self.memory = torch.empty(sum(sizes))
+        self.seconds = self.memory.nbytes / 100e6  # a save takes until it is durable; before the first one, a guess
+        parts = iter(self.memory.split(sizes))
+        self.held = {file: {name: next(parts).view(tensor.shape) for name, tensor in tensors.items()}
+                     for file, tensors in live.items()}
+        self.pinned = False
+        self.thread = ThreadPoolExecutor(1, "save", torch.set_num_threads, (1,))  # the other cores train on
+        self.saving = self.thread.submit(self._touch if in_background else int)
+
+    def _touch(self):
+        self.memory.zero_()
+        if any(tensor.is_cuda for tensors in self.live.values() for tensor in tensors.values()):
+            # where it is refused the copy is slower, not wrong
+            self.pinned = not int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 1))
+
+    def begin(self, step, nonce, records, checkpoint, milestone):
+        """Take a snapshot of this step and let the thread write it, after the save in flight, as a checkpoint (once a
+        step), a milestone or both.
+
+        records() is called now, for a function that the thread calls for {file name: JSON object}.
+        Raises: as `wait`.
+        """
+        began = time.perf_counter()
+        self.wait()
+        files = records()
+        for file, tensors in self.live.items():
+            for name, tensor in tensors.items():
+                self.held[file][name].copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event() if self.pinned else None
+        if copied:
+            copied.record()
+        elif torch.cuda.is_available():
+            torch.cuda.synchronize()
+        stall_s = time.perf_counter() - began
+        checkpoint = checkpoint and self.saved_at != step
+        self.saving = self.thread.submit(self._save, step, nonce, files, checkpoint, milestone, copied, began, stall_s)
+
+    def wait(self):
+        """Wait for the save in flight. Raises: Failed where the run cannot go on, for data found damaged too."""
+        self.saving.result()
+        if self.error:
+            raise self.error
+        if damage := self.damage():
+            self.report("damaged", cause=damage)
+            raise Failed(damage)
+
+    def wishes(self):
+        """Of train.py's REQUESTS, those that `wait` has an answer to."""
+        return ["data"] * bool(self.damage()) + ["save"] * bool(self.error)
+
+    def finish(self, step, nonce, records, milestone=False):
+        """Return once this step is durable. Raises: Failed where it cannot be."""
+        self.wait()
+        if self.saved_at != step or milestone:
+            self.begin(step, nonce, records, True, milestone)
+            self.wait()
+        if self.saved_at != step:
+            raise Failed(f"the checkpoint of step {step:,} could not be saved: {self.cause}", "save")
+
+    def close(self):
+        """Wait for the save in flight, whatever ends the session, and give the memory back."""
+        self.thread.shutdown()
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
+    def _save(self, step, nonce, files, checkpoint, milestone, copied, began, stall_s):
+        report = functools.partial(self.report, step=step)
+        try:
+            if copied:
+                copied.synchronize()
+            if not torch.stack(self.memory.aminmax()).isfinite().all():  # a NaN is both the least and the largest
+                raise Failed(f"the weights or the optimizer state of step {step:,} are not finite; the checkpoint "
+                             "before it stands")
+            content = self.held | files()
+            if checkpoint:
+                self._save_checkpoint(step, nonce, content, report, began, stall_s)
+            if milestone:
+                self._save_milestone(step, content, report)
+        except Exception as error:  # `wait` raises it where training can answer
+            self.error = error
+
+    def _save_checkpoint(self, step, nonce, content, report, began, stall_s):
+        try:
+            make_room(self.out_dir, self.run, self.memory.nbytes, self.min_free_gb, report)
+            folder = write(self.out_dir, step, content, self.run)
+            if damage := self.damage():
+                report("damaged", cause=damage, checkpoint=_set_aside(folder, "aside"))
+                raise Failed(damage)
+            point(self.out_dir, folder, nonce)
+        except OSError as error:
+            self.failures, self.cause = self.failures + 1, str(error)
+            report("save_failed", cause=self.cause)
+            self.say(f"save   step {step:,} failed ({self.cause}); the next one is tried")
+            if self.failures > SAVES_THAT_MAY_FAIL:
+                self.error = Failed(f"{self.failures} checkpoints in a row could not be saved: {self.cause}", "save")
+            return
+        self.saved_at, self.failures, self.seconds = step, 0, time.perf_counter() - began
+        report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
+               seconds=round(self.seconds, 3), stall_s=round(stall_s, 4))
+        self.say(f"save   step {step:,} in {self.seconds:.1f} s; training waited {stall_s:.2f} s of it")
+        with contextlib.suppress(OSError):  # what cannot be pruned now is pruned after the next save
+            prune(self.out_dir, self.run, self.keep, report)
+
+    def _save_milestone(self, step, content, report):
+        """Weights only, to be kept for ever; a step that is done again finds them there."""
+        content = {name: content[name] for name in ("model.safetensors", "model.json")}
+        if holds(self.out_dir / "milestones" / f"step_{step:08d}", self.run, content["model.safetensors"]):
+            return
+        try:
+            report("save", milestone=write(self.out_dir, step, content, self.run, "milestones").name)
+        except OSError as error:
+            report("save_failed", cause=str(error))
+            self.say(f"milestone of step {step:,} failed: {error}")
+
+
 @dataclass
 class Journal:
     """The files of a run folder that tell its story. Only rank 0 writes them, but each rank the errors/ of its own."""
@@ -470,9 +619,10 @@ class Journal:
     run: object  # with session, step and horizon
     started: bool = False  # past the start: an error is no longer one of settings
     claimed: bool = False  # the folder is locked by this run: its status and errors/ are ours to write
+    turn: object = field(default_factory=threading.Lock)  # training and saving write lines
 
     def report(self, event, **fields):
-        """One line of events.jsonl."""
+        """One line of events.jsonl; `step` among the fields says that it is of another step than the present one."""
         self.line("events.jsonl", {"time": round(time.time(), 3), "session": self.run.session, "step": self.run.step,
                                    "event": event, **fields})
 
@@ -480,7 +630,8 @@ class Journal:
         """One line of a jsonl file; a disk that takes none costs the line, not the run."""
         if self.writes:
             try:
-                append_line(Path(self.out_dir) / name, row)
+                with self.turn:
+                    append_line(Path(self.out_dir) / name, row)
             except OSError as error:
                 print(f"a line of {name} is lost: {error}", file=sys.stderr, flush=True)
 
@@ -495,6 +646,19 @@ class Journal:
                 print(f"status.json: {error}", file=sys.stderr, flush=True)
                 with contextlib.suppress(OSError), open(path, "r+b") as file:
                     file.write(json.dumps(found).encode().ljust(path.stat().st_size))
+
+    def begin(self, start, folder, trainer, changed, source):
+        """What a session begins with, on record: start, then resume or init."""
+        write_json(Path(self.out_dir) / "config.json", start["settings"])
+        self.report("start", **start)
+        if trainer:
+            recorded = {name: trainer[name] for name in start.keys() & trainer.keys() - {"run", "settings"}}
+            self.report("resume", checkpoint=folder.name, changed=changed, recorded=recorded)
+        else:
+            self.report("init", source=source)
+        if "max_steps" in changed:
+            self.report("horizon", recorded=changed["max_steps"][0], now=self.run.horizon)
+        self.status("running", "")
 
     def finished(self):
         """Whether status.json says that the run was finished."""
@@ -549,6 +713,19 @@ def claim(out_dir, at_exit):
     clean(out_dir)
     for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
         mend(Path(out_dir) / name)
+
+
+def make_room(out_dir, run, size, min_free_gb, report):
+    """See to it that `size` bytes fit and min_free_gb stay free, at the cost of every checkpoint but the pointed one.
+
+    Raises: OSError where even that is not enough.
+    """
+    short = lambda: shutil.disk_usage(out_dir).free < size + 1e9 * min_free_gb
+    if short():
+        prune(out_dir, run, 1, report)
+    if short():
+        raise OSError(f"{out_dir} is on a disk with {shutil.disk_usage(out_dir).free / 1e9:.3f} GB free; a checkpoint "
+                      f"of {size / 1e9:.3f} GB does not fit" + f" beside min_free_gb {min_free_gb}" * (min_free_gb > 0))
 
 
 def prune(out_dir, run, keep, report):

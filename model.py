@@ -9,6 +9,7 @@ Tensors carry their shape as a suffix:
 Keys and values may have fewer heads than H (n_kv_head); V is the padded vocabulary until it is cropped.
 """
 
+import copy
 import json
 import math
 from dataclasses import dataclass, fields
@@ -319,6 +320,12 @@ def expected_first_loss(config):
 
 
 @torch.no_grad()
+def with_weights(model, weights):
+    """The model with other tensors, {name: tensor}, for its parameters; it shares nothing with the first."""
+    return copy.deepcopy(model, {id(parameter): nn.Parameter(weights[name], requires_grad=False)
+                                 for name, parameter in model.named_parameters()})
+
+
 def first_loss(model):
     """The mean loss on 1,024 random tokens, to be held against expected_first_loss; moves no generator but its own."""
     config, was_training = model.config, model.training

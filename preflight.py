@@ -3,6 +3,8 @@
 Pure functions of settings and host facts; no collective, no file is written. What a person can mend is a ValueError
 that says what was asked, what was found and what would do.
 """
+import contextlib
+import ctypes
 import hashlib
 import math
 import os
@@ -10,10 +12,13 @@ import pathlib
 import platform
 import re
 import resource
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy
 import safetensors
@@ -39,6 +44,7 @@ MAY_DIFFER = frozenset("""
     checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
     log_interval trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
     max_bad_steps peak_tflops""".split())
+OF_BITS = frozenset(("batch_size", "compile", "loss_chunk_tokens"))  # frozen too where reproducible=True
 HORIZON = frozenset(("max_steps", "max_tokens", "tokens_per_parameter"))  # judged together by `check_horizon`
 
 # Dense peaks in TFLOP/s as NVIDIA's data sheets give them, without sparsity; the first name that occurs in the device's
@@ -103,6 +109,22 @@ def micro_batches_of(batch_tokens, block_size, batch_size, world_size):
                          + f"a batch_size of {largest} or " * (largest > 0)
                          + f"batch_tokens of at least {unit * world_size:,} would do")
     return batch_tokens // unit
+
+
+def blocks_of(micro_batches, world_size, device_type, dtype):
+    """The blocks in which reproducible=True sums a step: a power of two that depends on the step alone.
+
+    Raises ValueError where so many ranks cannot share them, or where the same bits are not promised."""
+    if (device_type, dtype) != ("cpu", "float32"):
+        raise ValueError(f"reproducible=True holds for device='cpu' with dtype='float32'; found {device_type} with "
+                         f"{dtype}. Without it a run is exact for one number of ranks, and close for others")
+    blocks = max(number for number in (1, 2, 4, 8) if micro_batches % number == 0)
+    if blocks % world_size:
+        fit = " or ".join(str(number) for number in (1, 2, 4, 8) if number <= blocks)
+        raise ValueError(f"reproducible=True sums the {micro_batches} micro-batches of a step in {blocks} equal "
+                         f"blocks, which {world_size} ranks cannot share; {fit} can. A number of micro-batches "
+                         "(batch_tokens / block_size / batch_size) that 8 divides serves 1, 2, 4 and 8 ranks")
+    return blocks
 
 
 def vocabulary_of(vocab_size, data_vocab_size, data_dir):
@@ -170,8 +192,9 @@ def check_resume(recorded, present):
     """Raises one ValueError listing every frozen setting whose value is not the recorded one.
 
     A setting that the record does not know is new since then and is left alone."""
+    free = MAY_DIFFER - OF_BITS if recorded.get("reproducible") else MAY_DIFFER
     differences = [f"{name}: the run has {recorded[name]!r}, asked for {value!r}" for name, value in present.items()
-                   if name in recorded and name not in MAY_DIFFER | HORIZON and recorded[name] != value]
+                   if name in recorded and name not in free | HORIZON and recorded[name] != value]
     if differences:
         raise ValueError("this run cannot go on with other values of settings that shape it:\n  "
                          + "\n  ".join(differences) + "\nGive them their old values, or start another run in another "
@@ -229,6 +252,16 @@ def threads_of(cores, ranks_on_host, omp_num_threads):
     if omp_num_threads and not (ranks_on_host > 1 and omp_num_threads == 1):
         return omp_num_threads
     return max(1, cores // ranks_on_host)
+
+
+def end_with_launcher(launcher):
+    """Asks Linux for a SIGTERM when torchrun is gone, which tells its ranks nothing when it gets a SIGKILL.
+
+    `launcher` is the parent's pid when this process began: it may be gone already."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def cores():
@@ -320,9 +353,26 @@ def code_sha256():
     return {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("train.py", "model.py")}
 
 
+def host_record(world_size):
+    """What a session's bits may depend on beside settings and data."""
+    return {"world_size": world_size, "threads": torch.get_num_threads(), "versions": versions(),
+            "git_commit": git_commit(), "code": code_sha256()}
+
+
 def finite(value):
     """`value` rounded for a JSON line, None where it is not a finite number (JSON has none)."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
+
+
+@dataclass
+class Interrupt:
+    """What the signal handler saw: the first signal's name and when; later ones change nothing."""
+    name: str = ""
+    at: float = math.inf
+
+    def arrived(self, number, _frame):
+        if not self.name:
+            self.name, self.at = signal.Signals(number).name, time.monotonic()
 
 
 class Stages:
@@ -338,6 +388,13 @@ class Stages:
 
 
 # -- lines for a person
+
+def say(text):
+    """Prints a line at once; a terminal that is gone or a full disk under a log costs the line, not the run."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
 
 def describe(say, counts, flops, expected_loss, found_loss, stream, settings, micro_batches, world_size,
              checkpoint_bytes):
@@ -361,11 +418,28 @@ def describe(say, counts, flops, expected_loss, found_loss, stream, settings, mi
         say(note)
 
 
-def note_host(say, recorded, host):
-    """Says on what a resumed session differs from the one before, where the same bits are no longer promised."""
+def describe_start(say, run, out_dir, recorded, host, checkpoint_interval, eval_interval, val_windows):
+    """On what a resumed session differs from the one before, where the same bits are no longer promised, and what comes
+    next. `recorded`: trainer.json, None in a fresh run."""
     words = {"world_size": "number of ranks", "threads": "threads", "versions": "versions", "code": "code"}
-    if different := [word for name, word in words.items() if recorded[name] != host[name]]:
+    if recorded and recorded["settings"].get("reproducible"):
+        del words["world_size"]
+    if different := [word for name, word in words.items() if recorded and recorded[name] != host[name]]:
         say(f"note   {', '.join(different)} differ from the session before: the same windows, but not the same bits")
+    next_save = next_due(run.step, checkpoint_interval, run.horizon)
+    next_eval = f"at step {next_due(run.step if recorded else -1, eval_interval, run.horizon):,}"
+    say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation "
+        + (next_eval if val_windows else "never (no validation data)"))
+
+
+def describe_end(say, run, out_dir, finished, reason, result, world_size):
+    """How the session ended and the command to type next. `result`: of the last evaluation, if there was one."""
+    if finished and result:
+        say(eval_line(run.step, result))
+    launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else ["python"]
+    after = ["python", "checkpoint.py", "list", out_dir] if finished else [*launcher, *sys.argv]
+    say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
+        f"  {shlex.join(['python', 'sample.py', f'--out_dir={out_dir}'])}\n  {shlex.join(after)}")
 
 
 def plural(number, one, many=""):

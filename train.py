@@ -13,12 +13,14 @@ Order of this file: settings, ranks, data, schedule, optimizer, evaluation, chec
 
 Tensor shapes: B windows, T positions, V vocabulary, N matrices of one shape, R rows, C columns.
 """
+import os
 import sys
 import time
 
 import configurator
 
 STARTED = time.perf_counter()
+LAUNCHER = os.getppid()  # torchrun, or a shell
 
 # -- run: which run this is, and how this session begins
 out_dir = "out"  # folder of this run: checkpoints, metrics, events, samples
@@ -98,6 +100,7 @@ compile = "auto"  # 'auto' (on for CUDA cards of capability 8 and up), 'on', 'of
 activation_checkpointing = False  # recompute activations in the backward pass: less memory, a third more work
 loss_chunk_tokens = 0  # tokens of logits held at a time; 0 = all
 deterministic = False  # deterministic kernels only (same bits on GPU and under compile), slower
+reproducible = False  # the same bits for 1, 2, 4 or 8 ranks: one fixed tree of sums; float32 on CPU, a thread a rank
 # -- guards
 max_bad_steps = 10  # steps with a non-finite loss or gradient in a row before the run stops
 peak_tflops = 0.0  # TFLOP/s of the device, for MFU; 0 = from the table in preflight.py
@@ -108,12 +111,12 @@ if __name__ == "__main__":
 import collections
 import concurrent.futures
 import contextlib
+import datetime
+import functools
 import hashlib
 import json
 import math
-import os
 import secrets
-import shlex
 import signal
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -127,8 +130,9 @@ import preflight
 import sample
 from checkpoint import Failed
 from data import prepare as data_prepare
-from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts
-from preflight import finite
+from model import (GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts,
+                   with_weights)
+from preflight import Interrupt, finite
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
 ADAM_EPS = 1e-8
@@ -140,7 +144,9 @@ CONTROL_WINDOWS = 8
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
 DROP_STEP_AFTER_S = 10.0  # after a signal, a step that takes longer than this is dropped
 STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
-REQUESTS = ("signal", "minutes", "data", "drop")  # what any rank can ask for; agreed with the gradients of every step
+RANK_TIMEOUT_S = 600  # a rank that has not answered for so long ends the session
+SPIKE_DEVIATIONS, SPIKE_STEPS = 6.0, 64  # a loss so far above its running mean over about so many steps is an event
+REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can ask for; agreed with each step's sum
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------
@@ -148,20 +154,11 @@ REQUESTS = ("signal", "minutes", "data", "drop")  # what any rank can ask for; a
 Ranks = collections.namedtuple("Ranks", "rank world_size device")  # who this process is in the job
 
 
-@dataclass
-class Interrupt:
-    """What the signal handler saw: the first signal's name and when; later ones change nothing."""
-    name: str = ""
-    at: float = math.inf
-
-    def arrived(self, number, _frame):
-        if not self.name:
-            self.name, self.at = signal.Signals(number).name, time.monotonic()
-
-
 @contextlib.contextmanager
-def start_ranks(device_type, interrupt):
-    """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all."""
+def start_ranks(device_type, one_thread, interrupt):
+    """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all.
+
+    Before the ranks have met there is nothing to save, and a signal just ends the process."""
     number = lambda name, default: int(os.environ.get(name) or default)
     rank, local_rank, world_size = number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1)
     device = torch.device(device_type)
@@ -169,13 +166,15 @@ def start_ranks(device_type, interrupt):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     threads = torch.get_num_threads()
-    torch.set_num_threads(preflight.threads_of(preflight.cores(), number("LOCAL_WORLD_SIZE", 1),
-                                               number("OMP_NUM_THREADS", 0)))
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, interrupt.arrived) for number in caught}
+    torch.set_num_threads(1 if one_thread else preflight.threads_of(
+        preflight.cores(), number("LOCAL_WORLD_SIZE", 1), number("OMP_NUM_THREADS", 0)))
     own_group = world_size > 1 and not dist.is_initialized()
     if own_group:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(seconds=RANK_TIMEOUT_S))
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, interrupt.arrived) for number in caught}
+    preflight.end_with_launcher(LAUNCHER)
     failed = True
     try:
         yield Ranks(rank, world_size, device)
@@ -201,6 +200,20 @@ def from_rank_0(ranks, function, *arguments):
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def all_sum(flat, ranks, in_a_tree):
+    """Sums `flat` over ranks, in place. In a tree: with the neighbour, the pair beside, the four beside; both sides
+    add the same two numbers, so every rank gets the same bits. Ranks: all (all-reduce or exchanges)."""
+    if not in_a_tree:
+        return dist.all_reduce(flat) if ranks.world_size > 1 else None
+    theirs, distance = torch.empty_like(flat), 1
+    while distance < ranks.world_size:
+        partner = ranks.rank ^ distance
+        for exchange in (dist.isend(flat, partner), dist.irecv(theirs, partner)):
+            exchange.wait()
+        flat.add_(theirs)
+        distance *= 2
 
 
 def share_of(count, ranks):
@@ -356,6 +369,7 @@ class Optimizer:
     grad_clip: float
     heads: tuple  # query heads, key and value heads, head width
     matrix_dtype: torch.dtype  # of Newton-Schulz
+    blocks: int = 0  # the parts of a step that are summed in a fixed tree; 0 = one plain sum
 
 
 def group_parameters(model, optimizer):
@@ -462,14 +476,12 @@ def window_losses(model, forward, stream, starts, group, block_size, device, aut
 
     groups, sums = [starts[first:first + group] for first in range(0, len(starts), group)], []
     model.eval()
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        torch.set_num_threads(1 if cpu else threads)
+    with concurrent.futures.ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for first in range(0, len(groups), threads):
             if interrupt.name:
                 break
             batches = [read_windows(stream, windows, block_size, device) for windows in groups[first:first + threads]]
             sums.extend(number for part in (pool.map if cpu else map)(sums_of, batches) for number in part)
-    torch.set_num_threads(threads)
     model.train(training)
     return sums
 
@@ -527,6 +539,7 @@ class Run:
     step: int = 0  # completed steps, applied or skipped
     segments: list = field(default_factory=list)  # [[first window of the job, train shard list], ...]
     bad_steps: int = 0  # in a row, up to now
+    loss_spread: list = field(default_factory=lambda: [0, 0.0, 0.0])  # applied steps, running mean and variance
     best_val_loss: float | None = None
     horizon: int = 0  # the step the schedule is planned for
 
@@ -538,8 +551,8 @@ def order_fingerprint(windows, order, data_seed, block_size):
     return hashlib.sha256(json.dumps([column.tolist() for column in head]).encode()).hexdigest()
 
 
-def trainer_record(run, opt, settings, manifest, control, host):
-    """trainer.json: everything of a checkpoint that is not a tensor of the model or the optimizer."""
+def trainer_record(run, opt, settings, manifest, host):
+    """trainer.json but for `control`: everything of a checkpoint that is not a tensor of model or optimizer."""
     tokens, block_size, order = run.step * settings["batch_tokens"], settings["block_size"], token_order(run.segments)
     windows = tokens // block_size
     assert windows * block_size == tokens, "the cursor counts whole windows"
@@ -551,52 +564,23 @@ def trainer_record(run, opt, settings, manifest, control, host):
         "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
         "segments": run.segments, "settings": settings,
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
-        "best_val_loss": run.best_val_loss, "wandb_run_id": "", "control": control,
+        "best_val_loss": run.best_val_loss, "loss_spread": run.loss_spread, "wandb_run_id": "",
     } | host
 
 
-def weights_of(model):
-    """The parameters by name, on the host."""
-    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+def tensors_of(model, opt):
+    """The tensors of a checkpoint by file and name, as they live on the device."""
+    return {"model.safetensors": {name: parameter.detach() for name, parameter in model.named_parameters()},
+            "optimizer.safetensors": opt.state}
 
 
-def save(out_dir, run, host, model, opt, model_record, settings, manifest, control_stream, damage, keep, report):
-    """Writes a checkpoint, points to it, prunes older ones. Returns '' or the cause where it failed. Ranks: rank 0.
-
-    Raises Failed for weights that are not finite, or data found damaged: neither is ever pointed at."""
-    began, weights = time.perf_counter(), weights_of(model)
-    if damage:
-        report("damaged", cause=damage)
-        raise Failed(damage)
-    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-        raise Failed(f"the weights of step {run.step:,} are not finite; the checkpoint before it stands")
-    control = control_loss(model, control_stream, settings["block_size"], opt.flat.device)
-    files = {"model.safetensors": weights, "model.json": model_record,
-             "optimizer.safetensors": {name: tensor.cpu() for name, tensor in opt.state.items()},
-             "trainer.json": trainer_record(run, opt, settings, manifest, finite(control), host)}
-    try:
-        folder = checkpoint.write(out_dir, run.step, files, run.run)
-        checkpoint.point(out_dir, folder, run.lineage[-1][0])
-    except OSError as error:
-        report("save_failed", cause=str(error))
-        return str(error)
-    with contextlib.suppress(OSError):  # what cannot be pruned now is pruned after the next save
-        checkpoint.prune(out_dir, run.run, keep, report)
-    report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
-           seconds=round(time.perf_counter() - began, 3))
-    return ""
-
-
-def save_milestone(out_dir, run, model, model_record, report):
-    """Writes weights only, to be kept for ever; a step that is done again finds them there. Ranks: rank 0."""
-    files = {"model.safetensors": weights_of(model), "model.json": model_record}
-    if checkpoint.holds(Path(out_dir, "milestones", f"step_{run.step:08d}"), run.run, files["model.safetensors"]):
-        return
-    try:
-        report("save", milestone=checkpoint.write(out_dir, run.step, files, run.run, "milestones").name)
-    except OSError as error:
-        report("save_failed", cause=str(error))
-        print(f"milestone of step {run.step:,} failed: {error}", file=sys.stderr, flush=True)
+def records_of(run, opt, model_record, settings, manifest, host, control, at_once):
+    """A function for the JSON files of a checkpoint of this very step. What it costs to compute the control loss is
+    paid here where `at_once`, else where that function is called. Ranks: rank 0."""
+    trainer = trainer_record(run, opt, settings, manifest, host)
+    loss = control() if at_once else None
+    return lambda: {"model.json": model_record,
+                    "trainer.json": trainer | {"control": finite(loss if at_once else control())}}
 
 
 def take_over(trainer, run, opt, manifest, settings):
@@ -611,8 +595,8 @@ def take_over(trainer, run, opt, manifest, settings):
     if trainer["order_fingerprint"] != order_fingerprint(trainer["windows"], token_order(trainer["segments"]),
                                                          settings["data_seed"], settings["block_size"]):
         raise ValueError("the order of windows at the cursor is not the recorded one: the code has changed")
-    for name in ("run", "lineage", "step", "segments", "bad_steps", "best_val_loss"):
-        setattr(run, name, trainer[name])
+    for name in ("run", "lineage", "step", "segments", "bad_steps", "loss_spread", "best_val_loss"):
+        setattr(run, name, trainer.get(name, getattr(run, name)))
     opt.updates.fill_(trainer["updates"])
     if recorded["dtype"] == settings["dtype"]:
         opt.loss_scale.fill_(trainer["scaler"]["scale"])
@@ -642,16 +626,25 @@ def load_state(ranks, folder, model, opt):
 
 # ---- the step ----------------------------------------------------------------------------------------------
 
-def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, dropout_key, out_of_time, damage,
-               interrupt):
+def close_block(flat, sums, blocks):
+    """Puts a finished block of micro-batches into the tree ((1 + 2) + (3 + 4)) + ...; `blocks` are finished now."""
+    while blocks % 2 == 0:
+        flat.add_(sums.pop())
+        blocks //= 2
+    sums.append(flat.clone())
+    flat.zero_()
+
+
+def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, dropout_key, wishes, interrupt):
     """One step: this rank's micro-batches, one exchange of gradients, one decision, one update.
 
     `micro_batches` yields this rank's (index in the step, (idx_BT, targets_BT)); `count` is their number over all
-    ranks. The decision to skip is a device tensor folded into every update, so the host waits for nothing here.
-    Returns the outcome as a device vector that Outcome.of reads. Ranks: all (one all-reduce)."""
+    ranks; `wishes`: REQUESTS of this rank beside signal and drop. The decision to skip is a device tensor folded into
+    every update, so the host waits for nothing here.
+    Returns the outcome as a device vector that outcome_of reads. Ranks: all (one sum over ranks)."""
     opt.flat.zero_()
-    dropped = False
-    for index, batch in micro_batches:
+    dropped, sums = False, []
+    for done, (index, batch) in enumerate(micro_batches, start=1):
         if dropped := time.monotonic() > interrupt.at + DROP_STEP_AFTER_S:
             break
         if dropout_key:
@@ -661,11 +654,15 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
             loss = model(*batch).mean()
         (loss * opt.loss_scale).backward()
         opt.tail[0] += loss.detach()
+        if opt.blocks and done * opt.blocks % count == 0:
+            close_block(opt.flat, sums, done * opt.blocks // count)
+    if sums:
+        opt.flat.copy_(sums.pop())
     memory = [0.0] * ranks.world_size
     memory[ranks.rank] = preflight.peak_memory_gb(ranks.device)
-    opt.tail[1:] = on_device([bool(interrupt.name), out_of_time, damage, dropped, *memory], ranks.device)
-    if ranks.world_size > 1:
-        dist.all_reduce(opt.flat)
+    asked = [bool(interrupt.name), *(name in wishes for name in REQUESTS[1:-1]), dropped]
+    opt.tail[1:] = on_device([*asked, *memory], ranks.device)
+    all_sum(opt.flat, ranks, opt.blocks)
 
     # every micro-batch has the same number of tokens: the sum of means over `count` is the mean over the step's tokens
     scale = opt.loss_scale * count
@@ -716,28 +713,34 @@ def to_host(vector):
     return lambda: (done.synchronize(), host.tolist())[1]
 
 
-@dataclass
-class Outcome:
-    """What a step has come to, on the host."""
-    loss: float
-    grad_norm: float
-    verdict: str  # 'applied', 'overflow', 'bad', 'dropped'
-    loss_scale: float
-    stop: str  # why a rank asks to stop: '', 'signal', 'minutes', 'data'
-    mem_gb: float  # the largest over ranks
+# What a step has come to. verdict: 'applied', 'overflow', 'bad' or 'dropped'; stop: why a rank asks for it, or ''.
+Outcome = collections.namedtuple("Outcome", "loss grad_norm verdict loss_scale stop mem_gb")
 
-    @classmethod
-    def of(cls, numbers, scaling):
-        loss, grad_norm, bad_loss, bad_gradient, halted, loss_scale = numbers[:6]
-        signalled, minutes, data, dropped, *memory = numbers[6:]
-        verdict = ("dropped" if halted else "overflow" if scaling and bad_gradient and not bad_loss and loss_scale > 1
-                   else "bad" if bad_loss or bad_gradient else "applied")
-        stop = "data" if data else "signal" if signalled or dropped else "minutes" if minutes else ""
-        return cls(loss, grad_norm, verdict, loss_scale, stop, max(memory))
+
+def outcome_of(numbers, scaling):
+    """The Outcome in the numbers that train_step gave, now on the host; mem_gb is the largest over ranks."""
+    loss, grad_norm, bad_loss, bad_gradient, halted, loss_scale = numbers[:6]
+    signalled, minutes, data, save, dropped, *memory = numbers[6:]
+    verdict = ("dropped" if halted else "overflow" if scaling and bad_gradient and not bad_loss and loss_scale > 1
+               else "bad" if bad_loss or bad_gradient else "applied")
+    stop = ("data" if data else "save" if save else "signal" if signalled or dropped else "minutes" if minutes else "")
+    return Outcome(loss, grad_norm, verdict, loss_scale, stop, max(memory))
+
+
+def is_spike(run, loss):
+    """Whether a loss lies far above its running mean; it is counted in, a spike only as far as the limit.
+
+    Source: Finch, "Incremental calculation of weighted mean and variance", 2009, section 9."""
+    count, mean, variance = run.loss_spread
+    limit = mean + SPIKE_DEVIATIONS * variance ** 0.5
+    found = count >= SPIKE_STEPS and loss > limit
+    share, ahead = 1 / min(count + 1, SPIKE_STEPS), (limit if found else loss) - mean
+    run.loss_spread = [count + 1, mean + share * ahead, (1 - share) * (variance + share * ahead * ahead)]
+    return found
 
 
 def judge(outcome, step, run, report, drawn, max_bad_steps):
-    """Counts and reports a step that was not applied; `drawn` are its windows. Ranks: all, alike.
+    """Counts and reports a step that was not applied or has a spike; `drawn` are its windows. Ranks: all, alike.
 
     Raises Failed after max_bad_steps in a row, naming the windows."""
     if outcome.verdict == "overflow":
@@ -752,7 +755,9 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
                          f"{window_ids(drawn)}; none of them is in the weights, and the last checkpoint stands",
                          "bad_steps")
     else:
-        run.bad_steps = 0
+        run.bad_steps, mean = 0, run.loss_spread[1]
+        if is_spike(run, outcome.loss):
+            report("spike", at=step, loss=finite(outcome.loss), running_mean=finite(mean), windows=window_ids(drawn))
 
 
 def metrics_row(outcome, step, session, steps, step_s, data_s, order, batch_tokens, block_size):
@@ -772,15 +777,14 @@ def main():
     """Trains as the settings say. Exits 2 on what a person can mend before the first step, else 1. Ranks: all."""
     settings, session_began = configurator.settings(globals()), time.monotonic() - IMPORT_SECONDS
     lead, writes = int(os.environ.get("RANK", 0)) == 0, not (eval_only or dry_run)
-    say = (lambda text: print(text, flush=True)) if lead else (lambda text: None)
     interrupt, run, stages = Interrupt(), Run(), preflight.Stages(imports=IMPORT_SECONDS)
     journal = checkpoint.Journal(out_dir, lead and writes, run)
-    report = journal.report
+    report, say = journal.report, preflight.say if lead else lambda text: None
     with contextlib.ExitStack() as at_exit:
         at_exit.enter_context(journal.answering_errors())
         preflight.check_settings(settings)
         kind = preflight.pick_device(device)
-        ranks = at_exit.enter_context(start_ranks(kind, interrupt))
+        ranks = at_exit.enter_context(start_ranks(kind, reproducible, interrupt))
         at_exit.callback(preflight.set_kernels(kind, deterministic))
         stages.end("ranks")
 
@@ -810,12 +814,13 @@ def main():
         bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
         compute = preflight.pick_dtype(dtype, kind, bf16_native, trainer["settings"]["dtype"] if trainer else "")
         compiled = preflight.pick_compile(compile, kind, bf16_native)
+        blocks = preflight.blocks_of(micro_batch_count, ranks.world_size, kind, compute) if reproducible else 0
         settings |= asdict(config) | {"max_steps": run.horizon, "device": kind, "dtype": compute,
                                       "compile": "on" if compiled else "off"}
         opt = new_optimizer(
             model, optimizer, ranks, compute == "float16", betas=(beta1, beta2), weight_decay=weight_decay,
             momentum=muon_momentum, grad_clip=grad_clip, heads=(config.n_head, config.n_kv_head, config.head_width),
-            matrix_dtype=torch.bfloat16 if bf16_native else torch.float32)
+            matrix_dtype=torch.bfloat16 if bf16_native else torch.float32, blocks=blocks)
         changed = take_over(trainer, run, opt, manifest, settings) if trainer else {}
         if not trainer:
             run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
@@ -838,7 +843,8 @@ def main():
         evaluation = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast, token_bytes, interrupt
         model_record = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
-        checkpoint_bytes = 4 * (counts["total"] + sum(tensor.numel() for tensor in opt.state.values()))
+        live = tensors_of(model, opt)
+        checkpoint_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
         found_loss = first_loss(model) if lead and not (trainer or init_from) else None
         preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), found_loss, train_stream,
                            settings, micro_batch_count, ranks.world_size, checkpoint_bytes)
@@ -859,32 +865,30 @@ def main():
             return say("dry run: everything up to the first step holds; nothing was written")
 
         # what this session begins with, on record
-        from_rank_0(ranks, checkpoint.write_json, os.path.join(out_dir, "config.json"), settings)
-        host = {"world_size": ranks.world_size, "threads": torch.get_num_threads(), "versions": preflight.versions(),
-                "git_commit": preflight.git_commit(), "code": preflight.code_sha256()}
-        report("start", run=run.run, stages=stages.seconds, parameters=counts["total"], settings=settings,
-               data_fingerprint=data_prepare.fingerprint(manifest), **host)
-        if trainer:
-            report("resume", checkpoint=folder.name, changed=changed, recorded={name: trainer[name] for name in host})
-            preflight.note_host(say, trainer, host)
-        else:
-            report("init", source=init_from or f"seed {seed}")
-        if "max_steps" in changed:
-            report("horizon", recorded=changed["max_steps"][0], now=run.horizon)
-        next_save = preflight.next_due(run.step, checkpoint_interval, run.horizon)
-        next_eval = preflight.next_due(run.step if trainer else -1, eval_interval, run.horizon)
-        next_eval = "never (no validation data)" if not len(all_val) else f"at step {next_eval:,}"
-        say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation {next_eval}")
-        journal.status("running", "")
+        host = preflight.host_record(ranks.world_size)
+        start = {"run": run.run, "stages": stages.seconds, "parameters": counts["total"], "settings": settings,
+                 "data_fingerprint": data_prepare.fingerprint(manifest), **host}
+        from_rank_0(ranks, journal.begin, start, folder, trainer, changed, init_from or f"seed {seed}")
+        preflight.describe_start(say, run, out_dir, trainer, host, checkpoint_interval, eval_interval, len(all_val))
 
-        # the loop. At a boundary: save, milestone, evaluate, sample; then stop, or do a step
+        # the loop. At a boundary: save, evaluate, sample; then stop, or do a step
         journal.started = True
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
+        if lead:
+            saver = checkpoint.Saver(
+                out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say,
+                run.step if trainer else -1, checkpoint_interval or milestone_interval)
+            at_exit.callback(saver.close)
+            snapshot = with_weights(model, saver.held["model.safetensors"]) if kind == "cpu" else model
+            control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device)
+            records = functools.partial(records_of, run, opt, model_record, settings, manifest, host, control,
+                                        kind != "cpu")
         lag = STEPS_READ_LATE.get(kind, 0)
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
-        saved_at, failed_saves, stop, complete = run.step if trainer else -1, 0, "", True
-        save_s, watch_s = checkpoint_bytes / 100e6, 0.0  # of the last save and the last evaluation; before one, a guess
+        signalled = on_device([bool(interrupt.name)], ranks.device)
+        all_sum(signalled, ranks, in_a_tree=False)
+        stop, complete, watch_s = "signal" if signalled else "", True, 0.0  # a signal that came while all was loaded
         evaluated_at, result = -1, None
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
@@ -896,16 +900,15 @@ def main():
                 map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
             while len(unread) > (0 if boundary else lag):
                 step, read, factor, drawn = unread.popleft()
-                outcome = Outcome.of(read(), opt.scaling)
+                outcome = outcome_of(read(), opt.scaling)
                 took_s, mark = time.perf_counter() - mark, time.perf_counter()
                 steps, step_s = steps + 1, step_s + took_s
                 stop = stop or outcome.stop
                 if outcome.verdict == "dropped":
                     run.step -= 1
                     continue
-                if stop == "data":
-                    report("damaged", cause=hasher.damage)
-                    raise Failed(hasher.damage or "a data shard is damaged; rank 0 says which")
+                if stop in ("data", "save"):
+                    from_rank_0(ranks, lambda: saver.wait())  # raises why
                 judge(outcome, step, run, report, drawn, max_bad_steps)
                 if step % log_interval == 0 or step == first_step + 1:
                     row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order,
@@ -922,18 +925,11 @@ def main():
                 continue  # settle what is in flight first
             at_end, in_time = run.step >= run.horizon, stop in ("", "steps")
 
-            if run.step != saved_at and (stop or at_end or due(checkpoint_interval) and run.step > 0):
-                began = time.monotonic()
-                cause = from_rank_0(ranks, save, out_dir, run, host, model, opt, model_record, settings, manifest,
-                                    control_stream, hasher.damage, keep_checkpoints, report)
-                failed_saves = failed_saves + 1 if cause else 0
-                saved_at, save_s = (saved_at, save_s) if cause else (run.step, time.monotonic() - began)
-                if cause and (stop or at_end or failed_saves == 2):
-                    raise Failed(f"the checkpoint of step {run.step:,} could not be saved: {cause}", "save")
-                say(f"save   step {run.step:,} " + (f"failed ({cause}); the next one is tried" if cause else
-                                                    f"in {save_s:.1f} s"))
-            if due(milestone_interval) and run.step > 0:
-                from_rank_0(ranks, save_milestone, out_dir, run, model, model_record, report)
+            kinds = due(checkpoint_interval) and run.step > 0, due(milestone_interval) and run.step > 0
+            if stop or at_end:
+                from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1]))
+            elif any(kinds):
+                from_rank_0(ranks, lambda: saver.begin(run.step, run.lineage[-1][0], records, *kinds))
             began = time.monotonic()
             if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
                 starts = all_val if at_end else some_val
@@ -969,30 +965,28 @@ def main():
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
                                             block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))
-            reserve_s = 2 * (save_s + took_s) + watch_s  # for the step that comes, what is due after it, the last save
-            out_of_time = 0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s
+            wishes = ()
+            if lead:  # time is kept for the step that comes, what is due after it, a save in flight and the last save
+                reserve_s = 2 * (saver.seconds + took_s) + watch_s
+                out_of_time = 0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s
+                wishes = [*saver.wishes(), *["minutes"] * out_of_time]
             run.step += 1
             outcome = train_step(
                 model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor,
-                batches, (seed, "dropout", run.step) if dropout else None, out_of_time, bool(hasher.damage), interrupt)
+                batches, (seed, "dropout", run.step) if dropout else None, wishes, interrupt)
             unread.append((run.step, to_host(outcome), factor, drawn))
             hasher.reads(train_stream, drawn[2], block_size)
             if trace_windows:
                 journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
 
         # the end of the session
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world_size}"][:3 * (ranks.world_size > 1)]
         finished = run.step >= run.horizon and in_time and complete and not interrupt.name
         reason = "horizon" if finished else "signal" if interrupt.name or not complete else stop or "steps"
         if reason == "signal":
             report("signal", name=interrupt.name)
         report("finish" if finished else "stop", reason=reason)
         journal.status("finished" if finished else "stopped", reason)
-        if finished and result:
-            say(preflight.eval_line(run.step, result))
-        say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
-            f"  {shlex.join(['python', 'sample.py', f'--out_dir={out_dir}'])}\n  " + shlex.join(
-                ["python", "checkpoint.py", "list", out_dir] if finished else [*(launcher or ["python"]), *sys.argv]))
+        preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size)
 
 
 if __name__ == "__main__":

@@ -471,7 +471,7 @@ def test_huge_gradients_are_a_bad_step_and_no_silent_zero_update(optimizer, size
 
     before = bits(opt)
     numbers = train.train_step(steep, ONE_RANK, opt, 1, contextlib.nullcontext, 0.01, 0.02,
-                               [(0, (idx_BT, idx_BT))], None, False, False, train.Interrupt())
-    outcome = train.Outcome.of(numbers.tolist(), opt.scaling)
+                               [(0, (idx_BT, idx_BT))], None, (), train.Interrupt())
+    outcome = train.outcome_of(numbers.tolist(), opt.scaling)
     assert math.isfinite(outcome.loss) and outcome.verdict == "bad"
     assert_same_bits(bits(opt), before)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 import checkpoint
 import train
 from conftest import shard_row, write_data
-from driver import (PatientHasher, assert_same, before_evaluation, before_step, boom, by_step, checkpoints,
+from driver import (AT_ONCE, PatientHasher, assert_same, before_evaluation, before_step, boom, by_step, checkpoints,
                     events, exact, pointed, reached, rows, run_ranks, session, signal_self, start_command,
-                    start_ranks, status, train_step, wait_for, words_of)
+                    start_ranks, status, tensors, train_step, wait_for, words_of)
 
 ROW = {"session", "step", "tokens", "windows", "epoch", "loss", "lr", "muon_lr", "grad_norm", "tokens_per_s",
        "mfu", "step_ms", "data_ms", "mem_gb", "free_gb", "time"}
@@ -40,7 +40,7 @@ def finished(tmp_path_factory, data):
     out_dir = tmp_path_factory.mktemp("finished") / "run"
     settings = {"dropout": 0.1, "keep_checkpoints": 9, "eval_interval": 6, "milestone_interval": 6,
                 "sample_interval": 6}
-    text = ok(words_of(out_dir, data, **settings))
+    text = ok(words_of(out_dir, data, **settings), **AT_ONCE)
     return types.SimpleNamespace(out_dir=out_dir, text=text, settings=settings)
 
 
@@ -68,7 +68,7 @@ def tree(folder):
 
 
 def weights(folder):
-    return (folder / "model.safetensors").read_bytes()
+    return tensors(folder / "model.safetensors")
 
 
 def copy(run, tmp_path):
@@ -553,7 +553,7 @@ def test_session_minutes_stops_in_time_for_the_last_save(words, tmp_path, log_in
     monkeypatch.setattr(checkpoint, "write", slow_write)
     clock = types.SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], time=time.time)
     ok(words(session_minutes=2, log_interval=log_interval, schedule="constant", max_steps=1000),
-       train_step=slow_step, time=clock)
+       train_step=slow_step, time=clock, **{"checkpoint.time": clock}, **AT_ONCE)
     assert status(tmp_path / "run")[:2] == ("stopped", "minutes")
     assert pointed(tmp_path / "run")[1]["step"] == status(tmp_path / "run")[2]
     assert 60 < now[0] <= 120 - train.IMPORT_SECONDS, "used, and not overrun"
@@ -587,7 +587,7 @@ def test_a_bad_step_is_skipped_and_the_run_goes_on(words, tmp_path, optimizer):
     folders = [tmp_path / "run" / "checkpoints" / f"step_{step:08d}" for step in range(13)]
     for step, folder in enumerate(folders[2:], 2):
         for name in ("model.safetensors", "optimizer.safetensors"):
-            same = (folder / name).read_bytes() == (folders[step - 1] / name).read_bytes()
+            same = tensors(folder / name) == tensors(folders[step - 1] / name)
             assert same == (step in (5, 6, 9)), f"{name} at step {step}"
     skips = events(tmp_path / "run", "skip")
     assert [(row["at"], row["in_a_row"], len(row["windows"])) for row in skips] == [

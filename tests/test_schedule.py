@@ -320,7 +320,7 @@ FROZEN = """
     block_size vocab_size n_layer n_head n_kv_head head_width n_embd norm norm_eps position rope_theta
     mlp mlp_ratio mlp_hidden bias dropout qk_norm value_residual logit_cap tie_embeddings
     batch_tokens optimizer learning_rate muon_learning_rate muon_momentum weight_decay beta1 beta2 grad_clip
-    schedule warmup_steps decay_ratio min_lr_ratio""".split()
+    schedule warmup_steps decay_ratio min_lr_ratio reproducible""".split()
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -349,6 +349,31 @@ def test_all_frozen_settings_that_differ_are_in_one_message():
 def test_a_setting_that_the_record_does_not_know_is_let_alone():
     recorded = {name: value for name, value in DEFAULTS.items() if name != "n_head"}
     preflight.check_resume(recorded, DEFAULTS)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "compile", "loss_chunk_tokens"])
+def test_what_would_change_a_bit_is_frozen_too_in_a_reproducible_run(name):
+    recorded = DEFAULTS | {"reproducible": True}
+    preflight.check_resume(recorded, recorded | {"checkpoint_interval": 7})
+    with pytest.raises(ValueError, match=f"{name}: the run has"):
+        preflight.check_resume(recorded, recorded | {name: other(DEFAULTS[name])})
+
+
+@pytest.mark.parametrize("micro_batches, blocks", [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (12, 4), (40, 8)])
+def test_the_blocks_of_a_reproducible_step_depend_on_the_step_alone(micro_batches, blocks):
+    for world_size in range(1, 9):
+        if blocks % world_size == 0:
+            assert preflight.blocks_of(micro_batches, world_size, "cpu", "float32") == blocks
+        else:
+            with pytest.raises(ValueError, match=f"{micro_batches} micro-batches of a step in {blocks} equal blocks, "
+                                                 f"which {world_size} ranks cannot share; 1"):
+                preflight.blocks_of(micro_batches, world_size, "cpu", "float32")
+
+
+@pytest.mark.parametrize("device, dtype", [("cuda", "float32"), ("cpu", "bfloat16"), ("cpu", "float16")])
+def test_reproducible_is_refused_where_it_is_not_promised(device, dtype):
+    with pytest.raises(ValueError, match=f"found {device} with {dtype}"):
+        preflight.blocks_of(8, 1, device, dtype)
 
 
 # -- the device

@@ -6,7 +6,6 @@ leave what they found as files. B windows, T positions.
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -36,6 +35,7 @@ MODERN = dict(GPT2, n_kv_head=1, norm="rmsnorm", position="rope", mlp="swiglu", 
               value_residual=True, tie_embeddings=False)
 ONE_RANK = train.Ranks(0, 1, torch.device("cpu"))
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+REPRODUCIBLE = (1, 2, 4)  # world sizes that share every bit
 COUNTS = {1: (4, 5), 2: (4,), 3: (5,), 4: (4,)}  # micro-batches of a step, by world size
 SHARED = pytest.mark.parametrize("world_size, count", [(2, 4), (4, 4), (3, 5)])  # to compare with one rank
 SEVERAL = pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -80,19 +80,19 @@ def batch_of(step, index, B=2):
 
 
 def do_step(model, opt, step, count=4, ranks=ONE_RANK, faults={}, autocast=contextlib.nullcontext, lr=0.01,
-            dropout_key=None, out_of_time=False, damage=False, interrupt=None):
+            dropout_key=None, wishes=(), interrupt=None):
     """One train_step; `faults` maps micro-batches to what goes wrong in them. Returns its numbers."""
     def faulty(idx_BT, targets_BT, fault=lambda loss_BT: loss_BT):
         return fault(model(idx_BT, targets_BT))
 
     batches = ((index, batch_of(step, index) + ((FAULTS[faults[index]],) if index in faults else ()))
                for index in train.share_of(count, ranks))
-    return train.train_step(faulty, ranks, opt, count, autocast, lr, lr, batches, dropout_key, out_of_time,
-                            damage, interrupt or train.Interrupt())
+    return train.train_step(faulty, ranks, opt, count, autocast, lr, lr, batches, dropout_key, wishes,
+                            interrupt or train.Interrupt())
 
 
 def outcome_of(numbers, opt):
-    return train.Outcome.of(numbers.tolist(), opt.scaling)
+    return train.outcome_of(numbers.tolist(), opt.scaling)
 
 
 def numbers_of(opt):
@@ -166,14 +166,22 @@ def rank_main(rank, world_size, folder):
             outcome_of(do_step(model, opt, step, count, ranks, dropout_key=(7, "dropout", step)), opt).loss
             for step in range(3)]
 
+    for optimizer, kind in (("adamw", GPT2), ("muon", MODERN)) if world_size in REPRODUCIBLE else ():
+        for count, blocks in ((4, 4), (12, 4), (8, 8)):
+            model, opt = new(dict(kind, dropout=0.3), optimizer, ranks, blocks=blocks)
+            calls.clear()
+            numbers = [do_step(model, opt, step, count, ranks, dropout_key=(7, step))[:6].tolist()
+                       for step in range(6)]
+            record[f"reproducible {optimizer} {count}"] = [digest(opt), numbers]
+            record[f"reproducible {optimizer} {count} calls"] = dict(calls)
+
     # one thing goes wrong on one rank: the last one, in the last micro-batch of the step
     count, last = COUNTS[world_size][0], rank == world_size - 1
     told = {
         **{fault: dict(faults={count - 1: fault}) for fault in FAULTS},
         "drop": dict(interrupt=late() if last else None),
         "signal": dict(interrupt=train.Interrupt("SIGTERM", time.monotonic()) if last else None),
-        "minutes": dict(out_of_time=last),
-        "data": dict(damage=last),
+        **{wish: dict(wishes=[wish] if last else ()) for wish in ("minutes", "data", "save")},
     }
     for optimizer in ("adamw", "muon"):
         for name, arguments in told.items():
@@ -196,7 +204,7 @@ def seen_in_three_steps(model, opt, count, ranks, arguments):
     digests, outcomes, halted = [digest(opt)], [], []
     for step, given in enumerate((arguments, {}, {}), start=1):
         numbers = do_step(model, opt, step, count, ranks, **given)
-        outcomes.append(dataclasses.asdict(outcome_of(numbers, opt)))
+        outcomes.append(outcome_of(numbers, opt)._asdict())
         digests.append(digest(opt))
         halted.append(float(opt.halted))
     return dict(digests=digests, outcomes=outcomes, halted=halted, loss_scale=float(opt.loss_scale),
@@ -337,6 +345,53 @@ def test_a_step_makes_exactly_one_all_reduce_and_no_other_call(worlds, optimizer
         assert record[f"{optimizer} {count}"]["calls"] == [wanted] * STEPS[optimizer]
 
 
+@OPTIMIZERS
+@pytest.mark.parametrize("count", [4, 12, 8])
+def test_a_reproducible_step_has_the_same_bits_for_1_2_and_4_ranks(worlds, count, optimizer):
+    """Weights, optimizer state, loss and gradient norm, with dropout on."""
+    name = f"reproducible {optimizer} {count}"
+    found = [record[name] for world_size in REPRODUCIBLE for record in worlds[world_size].records]
+    assert len(found) == 7 and all(one == found[0] for one in found)
+
+
+def test_a_reproducible_step_makes_no_sum_in_an_order_of_the_librarys_choice(worlds):
+    for world_size in REPRODUCIBLE:
+        for record in worlds[world_size].records:
+            assert record["reproducible muon 8 calls"] == {}, "neighbours exchange and add, that is all"
+
+
+def test_the_tree_of_a_reproducible_step_is_the_documented_one():
+    """((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)) over blocks, one after the other in a block: it is frozen."""
+    draw = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(64, generator=draw) * 10.0**size for size in (0, 3, -3, 5, 1, 6, -2, 4)]
+    for blocks in (1, 2, 4, 8):
+        flat, sums = torch.zeros(64), []
+        for done, leaf in enumerate(leaves, start=1):
+            flat += leaf
+            if done * blocks % 8 == 0:
+                train.close_block(flat, sums, done * blocks // 8)
+        parts = []
+        for first in range(0, 8, 8 // blocks):
+            part = leaves[first].clone()
+            for leaf in leaves[first + 1:first + 8 // blocks]:
+                part = part + leaf
+            parts.append(part)
+        while len(parts) > 1:
+            parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
+        assert torch.equal(sums.pop(), parts[0]) and not sums and not flat.any()
+
+
+def test_the_plain_sum_is_not_that_of_the_tree():
+    """Or the tests above would show nothing."""
+    found = []
+    for blocks in (0, 4):
+        model, opt = new(GPT2, blocks=blocks)
+        for step in range(3):
+            do_step(model, opt, step, 12)
+        found.append(digest(opt))
+    assert found[0] != found[1]
+
+
 @SHARED
 def test_dropout_is_the_same_for_any_number_of_ranks(worlds, world_size, count):
     wanted = worlds[1].records[0][f"dropout {count}"]
@@ -375,7 +430,7 @@ def test_a_late_signal_on_one_rank_drops_this_step_and_all_after_it_on_all(world
 
 @OPTIMIZERS
 @SEVERAL
-@pytest.mark.parametrize("request_", ["signal", "minutes", "data"])
+@pytest.mark.parametrize("request_", ["signal", "minutes", "data", "save"])
 def test_a_request_of_one_rank_reaches_all_with_the_step_applied(worlds, request_, world_size, optimizer):
     seen = [record[f"{optimizer} {request_}"] for record in worlds[world_size].records]
     for record in seen:
@@ -564,7 +619,7 @@ def test_a_signal_during_a_step_drops_what_is_left_of_it():
         return model(idx_BT, targets_BT)
 
     numbers = train.train_step(counting, ONE_RANK, opt, 6, contextlib.nullcontext, 0.01, 0.01, batches(),
-                               None, False, False, interrupt)
+                               None, (), interrupt)
     assert outcome_of(numbers, opt).verdict == "dropped" and len(computed) == 2
     assert_unchanged(opt, before, "halted")
 
@@ -593,7 +648,7 @@ def masks_of(step, indices, seed=7, key=True):
 
     train.train_step(dropping, ONE_RANK, opt, 8, contextlib.nullcontext, 0.01, 0.01,
                      [(index, (*batch_of(step, index), index)) for index in indices],
-                     (seed, "dropout", step) if key else None, False, False, train.Interrupt())
+                     (seed, "dropout", step) if key else None, (), train.Interrupt())
     return masks
 
 
@@ -682,7 +737,7 @@ def test_a_host_read_in_a_step_would_be_noticed(no_host_reads, read):
 
     with no_host_reads(), pytest.raises(HostRead):
         train.train_step(reading, ONE_RANK, opt, 1, contextlib.nullcontext, 0.01, 0.01, [(0, batch_of(0, 0))],
-                         None, False, False, train.Interrupt())
+                         None, (), train.Interrupt())
 
 
 # ---- the outcome on the host -----------------------------------------------------------------------------
@@ -707,19 +762,19 @@ nan, inf = math.nan, math.inf
     (True, 3.0, inf, 0, 1, 1, 65536, "dropped"),
 ])
 def test_verdict_of_an_outcome(scaling, loss, norm, bad_loss, bad_gradient, halted, loss_scale, wanted):
-    numbers = [loss, norm, bad_loss, bad_gradient, halted, loss_scale, 0, 0, 0, 0, 0.5]
-    outcome = train.Outcome.of([float(number) for number in numbers], scaling)
+    numbers = [loss, norm, bad_loss, bad_gradient, halted, loss_scale, 0, 0, 0, 0, 0, 0.5]
+    outcome = train.outcome_of([float(number) for number in numbers], scaling)
     assert (outcome.verdict, outcome.loss_scale, outcome.stop) == (wanted, loss_scale, "")
     assert repr((outcome.loss, outcome.grad_norm)) == repr((loss, norm))
 
 
-@pytest.mark.parametrize("signalled, minutes, data, dropped, wanted", [
-    (0, 0, 0, 0, ""), (1, 0, 0, 0, "signal"), (3, 0, 0, 0, "signal"), (0, 1, 0, 0, "minutes"),
-    (0, 0, 1, 0, "data"), (2, 4, 0, 0, "signal"), (1, 1, 1, 0, "data"), (0, 0, 0, 1, "signal"),
-    (1, 0, 0, 1, "signal"), (0, 2, 1, 0, "data")])
-def test_stop_and_memory_of_an_outcome(signalled, minutes, data, dropped, wanted):
-    numbers = [3.0, 0.5, 0.0, 0.0, 0.0, 1.0, signalled, minutes, data, dropped, 0.5, 2.5, 1.5]
-    outcome = train.Outcome.of(numbers, False)
+@pytest.mark.parametrize("signalled, minutes, data, save, dropped, wanted", [
+    (0, 0, 0, 0, 0, ""), (1, 0, 0, 0, 0, "signal"), (3, 0, 0, 0, 0, "signal"), (0, 1, 0, 0, 0, "minutes"),
+    (0, 0, 1, 0, 0, "data"), (2, 4, 0, 0, 0, "signal"), (1, 1, 1, 1, 0, "data"), (0, 0, 0, 0, 1, "signal"),
+    (1, 0, 0, 0, 1, "signal"), (0, 2, 1, 0, 0, "data"), (0, 0, 0, 1, 0, "save"), (1, 1, 0, 1, 1, "save")])
+def test_stop_and_memory_of_an_outcome(signalled, minutes, data, save, dropped, wanted):
+    numbers = [3.0, 0.5, 0.0, 0.0, 0.0, 1.0, signalled, minutes, data, save, dropped, 0.5, 2.5, 1.5]
+    outcome = train.outcome_of(numbers, False)
     assert (outcome.stop, outcome.mem_gb) == (wanted, 2.5)
 
 
@@ -770,6 +825,52 @@ def test_judge_fails_after_max_bad_steps_in_a_row_and_names_the_windows(max_bad_
     assert failure.value.reason == "bad_steps"
     assert str(train.window_ids(DRAWN)) in str(failure.value)
     assert f"step {max_bad_steps + 1}" in str(failure.value)
+
+
+# ---- a loss far above the others -------------------------------------------------------------------------
+
+
+def spikes_in(losses, run=None):
+    """The steps, from 1, of the spikes that are reported, and the run."""
+    run, events = run or train.Run(), []
+    for step, loss in enumerate(losses, start=1):
+        train.judge(train.Outcome(loss, 0.25, "applied", 1.0, "", 0.0), step, run,
+                    lambda event, **fields: events.append((event, fields)), DRAWN, 3)
+    assert {event for event, _ in events} <= {"spike"}
+    return [fields["at"] for _, fields in events], run
+
+
+def falling(steps):
+    return [3 + 2 * math.exp(-i / 50) + 0.05 * math.sin(12.9898 * i * i) for i in range(steps)]
+
+
+def test_a_loss_far_above_the_running_ones_is_a_spike_and_nothing_else_is():
+    losses = falling(400)
+    assert spikes_in(losses)[0] == []
+    losses[299] += 2.0
+    found, run = spikes_in(losses)
+    assert found == [300]
+    assert run.loss_spread[0] == 400 and run.loss_spread[1] == pytest.approx(3.0, abs=0.1)
+
+
+def test_no_spike_is_seen_before_there_is_a_spread_to_compare_with():
+    losses = falling(train.SPIKE_STEPS)
+    losses[-1] += 9.0
+    assert spikes_in(losses)[0] == []
+    assert spikes_in([*falling(train.SPIKE_STEPS), 9.0])[0] == [train.SPIKE_STEPS + 1]
+
+
+def test_a_loss_that_stays_high_is_not_a_spike_for_ever():
+    found = spikes_in(falling(300) + [9.0] * 100)[0]
+    assert found and found[0] == 301 and found[-1] < 400
+
+
+def test_a_resumed_run_sees_the_spikes_of_one_that_was_not_stopped():
+    losses = falling(400)
+    losses[250] += 2.0
+    run = spikes_in(losses[:200])[1]
+    resumed = train.Run(loss_spread=json.loads(json.dumps(run.loss_spread)))
+    assert spikes_in(losses[200:], resumed)[0] == [51] and spikes_in(losses)[0] == [251]
 
 
 if __name__ == "__main__":
