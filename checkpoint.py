@@ -689,10 +689,11 @@ class Journal:
             yield
         except Exception as error:  # the one place that sees every failure, to leave its cause on disk
             of_settings = isinstance(error, (ValueError, OSError)) and not self.started
+            of_this_disk = isinstance(error, OSError) and not getattr(error, "told_by_rank_0", False)
             if not (of_settings or isinstance(error, Failed)):
                 traceback.print_exc()
-            elif rank == 0:
-                print(f"train.py: {error}", file=sys.stderr, flush=True)
+            elif rank == 0 or of_this_disk:  # what all ranks find alike, rank 0 tells
+                print(f"train.py: {f'rank {rank}: ' * (rank > 0)}{error}", file=sys.stderr, flush=True)
             if not of_settings and self.claimed:
                 self.status("failed", getattr(error, "reason", "error"))
                 path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"

@@ -198,6 +198,7 @@ def from_rank_0(ranks, function, *arguments):
     if ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=ranks.device)
     if answer[1] is not None:
+        answer[1].told_by_rank_0 = ranks.rank > 0
         raise answer[1]
     return answer[0]
 

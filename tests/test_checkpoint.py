@@ -503,6 +503,24 @@ def test_damage_is_named_and_set_aside_and_the_older_one_taken(two, events, name
     assert checkpoint.newest(two, again)[0] == folder and not again
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_tensors_of_another_step_are_found_whatever_the_manifest_says(two, events, name):
+    """Even where someone has made the manifest agree and no pointer tells its hash: they name their step."""
+    of_another_step(name, fixed=True)(folder_of(two, 20))
+    (two / "latest.json").unlink()
+    assert checkpoint.newest(two, events)[1]["step"] == 10
+    assert f"step_00000020: {name}: is of step 10, manifest.json says 20" in events.named("damaged")[0]["cause"]
+
+
+@pytest.mark.parametrize("changes", [{"nonce": "n2"}, {"commit": "x"}, {"commit": "A" * 40}, {"run": "run-b"},
+                                     {"tokens": 1}, {"windows": 1}])
+def test_a_pointer_that_says_what_point_never_wrote_is_reported(two, events, changes):
+    edit_json(two / "latest.json", **changes)
+    assert checkpoint.newest(two, events)[1]["step"] == 20
+    assert [fields["checkpoint"] for fields in events.named("damaged")] == ["latest.json"]
+    assert checkpoint.pointer(two)["nonce"] == "n1" and (two / "latest.json.damaged-1").exists()
+
+
 def test_every_flipped_bit_of_a_manifest_is_found(two):
     path = folder_of(two, 20) / "manifest.json"
     for position in range(path.stat().st_size):
@@ -607,6 +625,7 @@ def test_flipped_bits_of_the_pointer_never_lose_the_run(two):
         folder, trainer = checkpoint.newest(out_dir, events)
         hash_is_hit = sha_at <= position < sha_at + 64 and not (out_dir / "latest.json.damaged-1").exists()
         assert trainer["step"] == (10 if hash_is_hit else 20)
+        assert events.named("damaged"), "none is passed over"
         assert checkpoint.pointer(out_dir)["checkpoint"] == folder.name
         now = checkpoint.pointer(out_dir)
         changed = {key for key, value in json.loads(whole).items() if now[key] != value}

@@ -1,0 +1,340 @@
+"""Saves while training goes on: what the snapshot is, one at a time, room on the disk, failures, and every exit."""
+
+import collections
+import ctypes
+import errno
+import functools
+import json
+import math
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+import checkpoint
+from driver import (AT_ONCE, ROOT, assert_same, before_step, boom, checkpoints, events, pointed, run_ranks, session,
+                    signal_self, status, train_step, words_of)
+from test_run import failing_saves, ok
+
+LIMIT_S = 60  # no test waits for so long
+
+
+@pytest.fixture
+def words(tmp_path, data):
+    return functools.partial(words_of, tmp_path / "run", data)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, data):
+    """A run whose saves were through before training went on, with a checkpoint of every step."""
+    out_dir = tmp_path_factory.mktemp("straight") / "run"
+    ok(words_of(out_dir, data, dropout=0.1, checkpoint_interval=1, keep_checkpoints=99), **AT_ONCE)
+    return out_dir
+
+
+# -- the snapshot
+
+def write_waits_for(reached, monkeypatch, calls=(1,)):
+    """Lets the given calls of checkpoint.write wait for an event first."""
+    write, numbers = checkpoint.write, iter(range(1, 100))
+
+    def written(*arguments):
+        if next(numbers) in calls:
+            assert reached.wait(LIMIT_S), "training did not go on"
+        return write(*arguments)
+    monkeypatch.setattr(checkpoint, "write", written)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_cannot_touch_it(words, straight, tmp_path, monkeypatch):
+    """The write of step 4 begins when step 7 does: weights and state in it are those of step 4 all the same."""
+    reached = threading.Event()
+    write_waits_for(reached, monkeypatch)
+    ok(words(dropout=0.1, keep_checkpoints=9), train_step=before_step(7, reached.set))
+    found, wanted = (out_dir / "checkpoints" / "step_00000004" for out_dir in (tmp_path / "run", straight))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (found / name).read_bytes() == (wanted / name).read_bytes()
+    records = [json.loads((folder / "trainer.json").read_text()) for folder in (found, wanted)]
+    for name in ("step", "updates", "windows", "loss_spread", "control", "best_val_loss"):
+        assert records[0][name] == records[1][name], name
+    assert events(tmp_path / "run", "save")[0]["step"] == 4, "told of the step that was saved"
+
+
+def test_a_save_in_the_background_has_the_bits_of_one_that_training_waits_for(words, straight, tmp_path):
+    ok(words(dropout=0.1, checkpoint_interval=1, keep_checkpoints=99))
+    assert_same(tmp_path / "run", straight)
+    for step in range(1, 13):
+        names = [f"checkpoints/step_{step:08d}/{kind}.safetensors" for kind in ("model", "optimizer")]
+        assert [(tmp_path / "run" / name).read_bytes() for name in names] == [
+            (straight / name).read_bytes() for name in names]
+
+
+def test_one_save_is_in_flight_at_most(words, tmp_path, monkeypatch):
+    """Saves are due every step and each takes longer than a step: the next one waits for it."""
+    write, running, seen = checkpoint.write, [], collections.Counter()
+    next_step = threading.Event()
+
+    def written(*arguments):
+        running.append(1)
+        seen["most"] = max(seen["most"], len(running))
+        next_step.wait(0.05)  # only to make an overlap likely, were it possible
+        folder = write(*arguments)
+        running.pop()
+        return folder
+
+    monkeypatch.setattr(checkpoint, "write", written)
+    ok(words(checkpoint_interval=1, milestone_interval=2))
+    assert seen["most"] == 1
+    assert [row["step"] for row in events(tmp_path / "run", "save") if "checkpoint" in row] == list(range(1, 13))
+
+
+def saver(out_dir, live, **changes):
+    """A Saver of its own and what it reports."""
+    found = []
+    arguments = dict(run="run-a", keep=2, min_free_gb=0.0, damage=lambda: "", say=lambda text: None, saved_at=-1,
+                     in_background=True, report=lambda event, **fields: found.append((event, fields)))
+    return checkpoint.Saver(out_dir, live=live, **(arguments | changes)), found
+
+
+def records(step, **changes):
+    trainer = {"run": "run-a", "lineage": [["n1", 0]], "step": step, "windows": step * 4, "tokens": step * 64,
+               "settings": {"batch_tokens": 64, "block_size": 16}} | changes
+    return lambda: lambda: {"model.json": {}, "trainer.json": trainer}
+
+
+def live_tensors(numbers=24):
+    return {"model.safetensors": {"w": torch.arange(numbers, dtype=torch.float32).view(-1, 4)},
+            "optimizer.safetensors": {"exp_avg.w": torch.ones(numbers), "exp_avg_sq.w": torch.ones(3)}}
+
+
+def resident(tensor):
+    """The share of a tensor's whole pages that have memory behind them."""
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    pages = (tensor.data_ptr() + tensor.nbytes - first) // page
+    states = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * page), states) == 0, ctypes.get_errno()
+    return sum(state & 1 for state in states) / pages
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_the_memory_of_a_snapshot_is_its_bytes_taken_and_touched_at_the_start(tmp_path, in_background):
+    live = live_tensors(4_000_000)
+    saves, _ = saver(tmp_path, live, in_background=in_background)
+    saves.wait()
+    assert saves.memory.nbytes == 4 * (4_000_000 + 4_000_000 + 3)
+    assert resident(saves.memory) == (1.0 if in_background else 0.0)
+    for file, named in saves.held.items():
+        for name, tensor in named.items():
+            assert tensor.untyped_storage().data_ptr() == saves.memory.untyped_storage().data_ptr()
+            assert tensor.shape == live[file][name].shape
+    saves.close()
+
+
+def test_a_run_without_saves_on_the_way_takes_no_memory_for_them_at_the_start(data, tmp_path, monkeypatch):
+    made, real = [], checkpoint.Saver
+    monkeypatch.setattr(checkpoint, "Saver", lambda *arguments: made.append(bool(arguments[-1])) or real(*arguments))
+    for i, settings in enumerate(({}, {"checkpoint_interval": 0},
+                                  {"checkpoint_interval": 0, "milestone_interval": 5})):
+        ok(words_of(tmp_path / f"run-{i}", data, **settings))
+    assert made == [True, False, True]
+
+
+# -- room on the disk
+
+def disk(free, monkeypatch):
+    """A disk with so many bytes free, one number a look, the last for ever."""
+    looks = iter(free)
+    last = [0]
+
+    def usage(path):
+        last[0] = next(looks, last[0])
+        return types.SimpleNamespace(free=last[0])
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
+
+
+def saved(out_dir, *steps, **changes):
+    """Saves these steps one after the other; returns what was reported."""
+    saves, found = saver(out_dir, live_tensors(), **changes)
+    for step in steps:
+        saves.begin(step, "n1", records(step), True, False)
+        saves.wait()
+    saves.close()
+    return found
+
+
+SIZE = 4 * (24 + 24 + 3)
+
+
+def test_room_is_made_by_pruning_what_the_pointer_does_not_name(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 20, 30, keep=9)
+    disk([SIZE - 1, SIZE], monkeypatch)
+    found = saved(tmp_path, 40, keep=9)
+    assert [(event, fields["checkpoint"]) for event, fields in found] == [
+        ("prune", "step_00000010"), ("prune", "step_00000020"), ("save", "step_00000040")]
+    assert checkpoints(tmp_path) == ["step_00000030", "step_00000040"]
+
+
+def test_where_there_is_room_nothing_more_is_pruned(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 20, 30, keep=9)
+    disk([SIZE], monkeypatch)
+    assert [event for event, _ in saved(tmp_path, 40, keep=9)] == ["save"]
+
+
+@pytest.mark.parametrize("min_free_gb", [0.0, 2.5])
+def test_a_disk_that_stays_short_is_a_failed_save_with_the_numbers(tmp_path, monkeypatch, min_free_gb):
+    saved(tmp_path, 10, 20)
+    disk([int(min_free_gb * 1e9) + SIZE - 1], monkeypatch)
+    found = saved(tmp_path, 30, min_free_gb=min_free_gb)
+    assert [event for event, _ in found] == ["prune", "save_failed"]
+    cause = found[-1][1]["cause"]
+    assert f"{min_free_gb + 0:.3f} GB free" in cause and ("min_free_gb 2.5" in cause) == (min_free_gb > 0)
+    assert checkpoints(tmp_path) == ["step_00000020"], "the pointed one is never pruned"
+    assert checkpoint.pointer(tmp_path)["step"] == 20
+
+
+# -- failures
+
+def test_two_failed_saves_in_a_row_stop_the_run_at_the_next_step(words, tmp_path, monkeypatch):
+    """Not at the next save: what would be done until then would be lost."""
+    failed = threading.Event()
+    write = failing_saves(2, 3, 4)
+
+    def written(*arguments):
+        try:
+            return write(*arguments)
+        except OSError:
+            failed.set()
+            raise
+
+    def step(*arguments, calls=iter(range(1, 100))):
+        if next(calls) in (13, 14):  # the second failed save is that of step 12
+            assert failed.wait(LIMIT_S)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", written)
+    code, text = session(words(schedule="constant", max_steps=400), train_step=step)
+    assert code == 1 and "2 checkpoints in a row could not be saved: " in text and "Traceback" not in text
+    state, reason, reached = status(tmp_path / "run")
+    assert (state, reason) == ("failed", "save") and 12 < reached < 24
+    assert pointed(tmp_path / "run")[1]["step"] == 4 and checkpoints(tmp_path / "run") == ["step_00000004"]
+    assert [row["step"] for row in events(tmp_path / "run", "save_failed")] == [8, 12]
+    assert "no space left" in (tmp_path / "run" / "errors" / "rank_0.txt").read_text()
+
+
+def test_all_ranks_stop_where_rank_0_cannot_save(tmp_path, data):
+    words = words_of(tmp_path / "run", data, schedule="constant", max_steps=400)
+    (ranks,) = run_ranks(2, tmp_path, (words, {"checkpoint.write": FullDisk()}))
+    assert [code for code, _ in ranks] == [1, 1]
+    assert status(tmp_path / "run")[:2] == ("failed", "save")
+    text = "".join(text for _, text in ranks)
+    assert text.count("2 checkpoints in a row could not be saved") == 1, "rank 0 tells it"
+    assert not (tmp_path / "run" / "latest.json").exists()
+
+
+class FullDisk:
+    def __call__(self, *_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_training_answers(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "point", lambda *_: boom())
+    code, text = session(words(schedule="constant", max_steps=400))
+    assert code == 1 and "RuntimeError: boom" in text
+    assert "RuntimeError: boom" in (tmp_path / "run" / "errors" / "rank_0.txt").read_text()
+    assert status(tmp_path / "run")[0] == "failed" and status(tmp_path / "run")[2] < 12
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_that_is_not_finite_is_written(tmp_path, where, value):
+    live = live_tensors()
+    next(iter(live[where].values())).view(-1)[5] = value
+    saves, found = saver(tmp_path, live)
+    saves.begin(10, "n1", records(10), True, True)
+    with pytest.raises(checkpoint.Failed, match="step 10 are not finite"):
+        saves.wait()
+    saves.close()
+    assert not found and not (tmp_path / "checkpoints").exists() and not (tmp_path / "milestones").exists()
+
+
+def test_data_found_damaged_while_a_checkpoint_is_written_are_not_pointed_at(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+    found, write = [], checkpoint.write
+
+    def written(*arguments):
+        found.append("shard 3 is damaged")
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", written)
+    saves, told = saver(tmp_path, live_tensors(), damage=lambda: "".join(found))
+    saves.begin(20, "n1", records(20), True, False)
+    with pytest.raises(checkpoint.Failed, match="shard 3 is damaged"):
+        saves.wait()
+    saves.close()
+    assert checkpoint.pointer(tmp_path)["step"] == 10
+    assert checkpoints(tmp_path) == ["step_00000010", "step_00000020.aside-1"], "nothing newer can be adopted"
+    assert [event for event, _ in told] == ["damaged"]
+
+
+# -- exits
+
+def test_a_crash_waits_for_the_save_in_flight(words, tmp_path, monkeypatch):
+    crashed = threading.Event()
+    write_waits_for(crashed, monkeypatch)
+
+    def dies():
+        crashed.set()
+        boom()
+
+    code, text = session(words(), train_step=before_step(6, dies))
+    assert code == 1 and "boom" in text
+    assert pointed(tmp_path / "run")[1]["step"] == 4
+
+
+def test_a_signal_waits_for_the_save_in_flight_and_saves_its_own_step(words, tmp_path, monkeypatch):
+    """Repeated signals while it is written spoil nothing."""
+    signalled = threading.Event()
+    write_waits_for(signalled, monkeypatch)
+
+    def stop():
+        signal_self("SIGTERM", "SIGINT", "SIGTERM", "SIGUSR1")
+        signalled.set()
+
+    ok(words(keep_checkpoints=9), train_step=before_step(6, stop))
+    assert status(tmp_path / "run") == ("stopped", "signal", 6)
+    assert checkpoints(tmp_path / "run") == ["step_00000004", "step_00000006"]
+
+
+def test_an_exit_leaves_no_thread(words):
+    before = threading.enumerate()
+    session(words(), train_step=before_step(6, boom))
+    assert threading.enumerate() == before
+
+
+def test_the_pointer_moves_after_the_folder_and_before_anything_is_pruned(words, monkeypatch, tmp_path):
+    calls = []
+    for name in ("make_room", "write", "point", "prune"):
+        def called(*arguments, name=name, real=getattr(checkpoint, name), **keywords):
+            calls.append(name)
+            return real(*arguments, **keywords)
+        monkeypatch.setattr(checkpoint, name, called)
+    ok(words())
+    assert calls == ["make_room", "write", "point", "prune"] * 3
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(tmp_path, data):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "train.py", *words_of(tmp_path / "run", data, max_steps=3)], cwd=ROOT,
+                              stdout=writing, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    finally:
+        os.close(writing)
+    assert done.returncode == 0, done.stderr
+    assert status(tmp_path / "run") == ("finished", "horizon", 3)
