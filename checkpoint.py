@@ -500,13 +500,13 @@ class Saver:
         parts = iter(self.memory.split(sizes))
         self.held = {file: {name: next(parts).view(tensor.shape) for name, tensor in tensors.items()}
                      for file, tensors in live.items()}
-        self.pinned = False
+        self.on_gpu, self.pinned = any(tensor.is_cuda for tensor in live["model.safetensors"].values()), False
         self.thread = ThreadPoolExecutor(1, "save", torch.set_num_threads, (1,))  # the other cores train on
         self.saving = self.thread.submit(self._touch if in_background else int)
 
     def _touch(self):
         self.memory.zero_()
-        if any(tensor.is_cuda for tensors in self.live.values() for tensor in tensors.values()):
+        if self.on_gpu:
             # where it is refused the copy is slower, not wrong
             self.pinned = not int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 1))
 
@@ -522,12 +522,10 @@ class Saver:
         files = records()
         for file, tensors in self.live.items():
             for name, tensor in tensors.items():
-                self.held[file][name].copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event() if self.pinned else None
+                self.held[file][name].copy_(tensor, non_blocking=self.on_gpu)
+        copied = torch.cuda.Event() if self.on_gpu else None  # later steps are queued behind the copy
         if copied:
             copied.record()
-        elif torch.cuda.is_available():
-            torch.cuda.synchronize()
         stall_s = time.perf_counter() - began
         checkpoint = checkpoint and self.saved_at != step
         self.saving = self.thread.submit(self._save, step, nonce, files, checkpoint, milestone, copied, began, stall_s)
