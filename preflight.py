@@ -15,6 +15,7 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -254,14 +255,20 @@ def threads_of(cores, ranks_on_host, omp_num_threads):
     return max(1, cores // ranks_on_host)
 
 
-def end_with_launcher(launcher):
+def end_with_launcher():
     """Asks Linux for a SIGTERM when torchrun is gone, which tells its ranks nothing when it gets a SIGKILL.
 
-    `launcher` is the parent's pid when this process began: it may be gone already."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
-        if os.getppid() != launcher:
+    It may be gone already, within the moment in which this process began; then nothing answers at its store."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 60).close()
+        except ConnectionRefusedError:
             os.kill(os.getpid(), signal.SIGTERM)
+        except OSError:
+            pass  # a network that is slow today: the process group has its own patience
 
 
 def cores():

@@ -13,14 +13,12 @@ Order of this file: settings, ranks, data, schedule, optimizer, evaluation, chec
 
 Tensor shapes: B windows, T positions, V vocabulary, N matrices of one shape, R rows, C columns.
 """
-import os
 import sys
 import time
 
 import configurator
 
 STARTED = time.perf_counter()
-LAUNCHER = os.getppid()  # torchrun, or a shell
 
 # -- run: which run this is, and how this session begins
 out_dir = "out"  # folder of this run: checkpoints, metrics, events, samples
@@ -116,6 +114,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import secrets
 import signal
 from dataclasses import asdict, dataclass, field
@@ -169,12 +168,12 @@ def start_ranks(device_type, one_thread, interrupt):
     torch.set_num_threads(1 if one_thread else preflight.threads_of(
         preflight.cores(), number("LOCAL_WORLD_SIZE", 1), number("OMP_NUM_THREADS", 0)))
     own_group = world_size > 1 and not dist.is_initialized()
+    preflight.end_with_launcher()  # before the ranks meet in it: they would wait for a dead one
     if own_group:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(seconds=RANK_TIMEOUT_S))
     caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.signal(number, interrupt.arrived) for number in caught}
-    preflight.end_with_launcher(LAUNCHER)
     failed = True
     try:
         yield Ranks(rank, world_size, device)

@@ -91,7 +91,8 @@ def one_size(name, saves, folder):
     shape, interval = SIZES[name]
     out_dir, data = folder / name, folder / "data"
     words = [*COMMON, *shape, f"--data_dir={data}", f"--out_dir={out_dir}", f"--max_steps={interval * (saves + 2)}"]
-    found = session([*words, f"--checkpoint_interval={interval}", f"--stop_after_steps={interval * (saves + 1)}"], folder)
+    with_saves = [f"--checkpoint_interval={interval}", f"--stop_after_steps={interval * (saves + 1)}"]
+    found = session([*words, *with_saves], folder)
     saved = events(out_dir, "save")[1:saves + 1]  # the first one is not counted; the last one, at the end, neither
     session([*words, "--checkpoint_interval=0", "--stop_after_steps=1"], folder)
     load_s = events(out_dir, "start")[-1]["stages"]["load"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -209,3 +210,26 @@ class NotOnRank1:
         if os.environ.get("RANK") == "1":
             raise FileNotFoundError("no such file: train-00000.bin")
         return self.real(*arguments)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5, 1.0])
+def test_no_rank_outlives_a_torchrun_that_was_killed_while_the_ranks_still_import(tmp_path, data, delay_s):
+    torchrun = start_torchrun(tmp_path / "log", *endless(tmp_path / "run", data))
+    started = lambda: len([pid for pid in family(torchrun.pid)[1:] if "train.py" in words_at(pid)]) == 2
+    wait_for(started, torchrun)
+    ranks = [pid for pid in family(torchrun.pid)[1:] if is_there(pid)]
+    deadline = time.monotonic() + delay_s  # an instant within their imports, whichever it is
+    wait_for(lambda: time.monotonic() >= deadline, torchrun)
+    os.kill(torchrun.pid, signal.SIGKILL)
+    torchrun.wait(LIMIT_S)
+    began = time.monotonic()
+    wait_for(lambda: gone(ranks))
+    assert time.monotonic() - began < 25
+
+
+def words_at(pid):
+    """The command line of a process, '' of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
