@@ -379,6 +379,7 @@ def newest(out_dir, report):
             f"{out_dir}: there are checkpoints and none is valid, and a run does not start over them;",
             f"put a copy back, try `python checkpoint.py rollback {out_dir} step_...`, or change out_dir",
             f"there are: {', '.join(there) or 'none any more'}", *damaged.values(),
+            *[f"latest.json is of run {pointed['run']}" for pointed in [pointed] if pointed],
             *(f"{path.name}: whole, but not known to descend from the pointed one" for path, _ in ahead)]))
     found = folder, trainer = next((later for later in ahead if descends(later[1], found[1])), found)
     for path in damaged:
@@ -519,6 +520,9 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
+        checkpoint = checkpoint and self.saved_at != step
+        if not (checkpoint or milestone):
+            return
         files = records()
         for file, tensors in self.live.items():
             for name, tensor in tensors.items():
@@ -527,7 +531,6 @@ class Saver:
         if copied:
             copied.record()
         stall_s = time.perf_counter() - began
-        checkpoint = checkpoint and self.saved_at != step
         self.saving = self.thread.submit(self._save, step, nonce, files, checkpoint, milestone, copied, began, stall_s)
 
     def wait(self):

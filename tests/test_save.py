@@ -15,8 +15,10 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import train
 from driver import (AT_ONCE, ROOT, assert_same, before_step, boom, checkpoints, events, pointed, run_ranks, session,
                     signal_self, status, train_step, words_of)
 from test_run import failing_saves, ok
@@ -143,6 +145,64 @@ def test_a_run_without_saves_on_the_way_takes_no_memory_for_them_at_the_start(da
                                   {"checkpoint_interval": 0, "milestone_interval": 5})):
         ok(words_of(tmp_path / f"run-{i}", data, **settings))
     assert made == [True, False, True]
+
+
+# -- loading
+
+class OnRank0:
+    """A function of the disk that no other rank may call: its disk has nothing of the run."""
+
+    def __init__(self, name):
+        self.name, self.function = name, getattr(checkpoint, name)
+
+    def __call__(self, *arguments, **keywords):
+        assert os.environ.get("RANK", "0") == "0", f"{self.name} was called on another rank"
+        return self.function(*arguments, **keywords)
+
+
+def test_ranks_with_disks_of_their_own_are_served_by_rank_0(tmp_path, data):
+    words = functools.partial(words_of, data_dir=data, dropout=0.1)
+    of_disk = {f"checkpoint.{name}": OnRank0(name) for name in (
+        "find", "newest", "pointer", "verify", "read", "load_tensors", "claim", "write", "point", "prune")}
+    jobs = [(words(tmp_path / "run", stop_after_steps=5), of_disk), (words(tmp_path / "run"), of_disk),
+            (words(tmp_path / "straight"), {})]
+    for ranks in run_ranks(2, tmp_path, *jobs):
+        assert [code for code, _ in ranks] == [0, 0], ranks
+    assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_loading_takes_no_more_device_memory_than_a_fresh_start(words, tmp_path):
+    """Everything is copied into the tensors that are there: nothing new is made on the device."""
+    ok(words(optimizer="muon"))
+    folder, trainer = pointed(tmp_path / "run")
+    config = train.GPTConfig(**{name: trainer["settings"][name] for name in train.GPTConfig.__dataclass_fields__})
+    device = torch.device("meta")  # stands for a device with memory of its own
+    model = train.GPT(config, seed=1).to(device)
+    ranks = train.Ranks(0, 1, device)
+    opt = train.new_optimizer(model, "muon", ranks, False, betas=(0.9, 0.95), weight_decay=0.1, momentum=0.95,
+                              grad_clip=1.0, heads=(2, 2, 8), matrix_dtype=torch.float32)
+    with MadeOn(device) as made:
+        train.load_state(ranks, folder, model, opt)
+    assert made.copies == len(list(model.parameters())) + len(opt.state) and not made.tensors
+    with MadeOn(device) as made:  # or the line above would show nothing
+        torch.ones(3).to(device)
+    assert made.tensors
+
+
+class MadeOn(TorchDispatchMode):
+    """Counts copies into tensors of a device, and keeps what operators make there."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.copies, self.tensors = device, 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        answer = function(*args, **(kwargs or {}))
+        in_place = function is torch.ops.aten.copy_.default
+        self.copies += in_place
+        if isinstance(answer, torch.Tensor) and answer.device == self.device and not in_place:
+            self.tensors.append(function)
+        return answer
 
 
 # -- room on the disk

@@ -712,9 +712,10 @@ def no_host_reads(monkeypatch):
 @OPTIMIZERS
 @pytest.mark.parametrize("scaling", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("fault", [None, "nan loss", "inf gradient"])
-def test_a_step_reads_nothing_on_the_host(no_host_reads, fault, scaling, optimizer):
+@pytest.mark.parametrize("blocks", [0, 4])
+def test_a_step_reads_nothing_on_the_host(no_host_reads, blocks, fault, scaling, optimizer):
     for kind in (dict(GPT2, dropout=0.1), MODERN):
-        model, opt = new(kind, optimizer, scaling=scaling)
+        model, opt = new(kind, optimizer, scaling=scaling, blocks=blocks)
         autocast = float16 if scaling else contextlib.nullcontext
         with no_host_reads():
             numbers = do_step(model, opt, 0, faults={1: fault} if fault else {}, autocast=autocast,
