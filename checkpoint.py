@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +270,7 @@ def verify(folder, run=None, manifest_sha256=None):
             if name.endswith(".safetensors"):
                 with safe_open(folder / name, "pt") as file:
                     found = (file.metadata() or {}).get("step")
-                want(found == str(manifest["step"]), f"{name}: is of step {found}, manifest.json says "
+                want(found in (None, str(manifest["step"])), f"{name}: is of step {found}, manifest.json says "
                      f"{manifest['step']}")
     except (OSError, SafetensorError) as error:  # what the disk does not give back is damaged
         raise Damaged(f"{folder.name}: {error}") from error
@@ -432,14 +433,12 @@ def _run(out_dir, pointed):
 def find(out_dir, resume, report, writes):
     """(folder, trainer record) to go on from as `resume` asks, or None for a fresh start.
 
-    With `writes` off nothing is repaired or moved: the named or pointed checkpoint is taken, else the newest whole one.
+    A named one is read in full; `rollback` then makes it the newest, once all else is known to fit. With `writes` off
+    nothing is repaired or moved: the named or pointed checkpoint is taken, else the newest whole one.
     """
-    if writes:
-        if resume.startswith("step_"):
-            rollback(out_dir, step_of(resume), report)
-        found = newest(out_dir, report)
-    else:
-        found = _newest_as_it_lies(Path(out_dir), resume if resume.startswith("step_") else "")
+    if resume.startswith("step_"):
+        return named(out_dir, resume)
+    found = newest(out_dir, report) if writes else _newest_as_it_lies(Path(out_dir))
     if resume == "never" and found:
         raise ValueError(f"resume='never', but {out_dir} holds {found[0].name} of run {found[1]['run']}; "
                          "resume='auto' goes on with it, another out_dir starts anew")
@@ -448,8 +447,8 @@ def find(out_dir, resume, report, writes):
     return found
 
 
-def _newest_as_it_lies(out_dir, name):
-    folders, pointed, causes = [folder for folder in _folders(out_dir) if name in ("", folder.name)], None, []
+def _newest_as_it_lies(out_dir):
+    folders, pointed, causes = [*_folders(out_dir)], None, []
     try:
         pointed = pointer(out_dir)
     except Damaged as error:  # then the newest whole one it is
@@ -464,9 +463,8 @@ def _newest_as_it_lies(out_dir, name):
                 return folder, trainer
         except Damaged as error:
             causes.append(str(error))
-    if causes or name or pointed:
-        raise ValueError(f"{out_dir} has no whole checkpoint{' ' * bool(name)}{name}: "
-                         + ("; ".join(causes) or "it is not there"))
+    if causes or pointed:
+        raise ValueError(f"{out_dir} has no whole checkpoint: " + ("; ".join(causes) or "it is not there"))
     return None
 
 
@@ -485,14 +483,15 @@ class Saver:
     steps go on; one at a time.
 
     live: {file: {name: float32 tensor}}, as training changes them in place. held: the same in host memory, of just
-    their bytes. in_background: the memory is taken and touched while the session starts, not by the first save: the
-    first use of fresh memory costs several times the copy.
+    their bytes. touch: the memory is taken and touched while the session starts, not by the first save: the first use
+    of fresh memory costs several times the copy.
     """
 
-    def __init__(self, out_dir, run, live, keep, min_free_gb, damage, report, say, saved_at, in_background):
+    def __init__(self, out_dir, run, live, keep, min_free_gb, damage, report, say, *, saved_at, touch):
         self.out_dir, self.run, self.live, self.keep, self.min_free_gb = Path(out_dir), run, live, keep, min_free_gb
         self.damage, self.report, self.say = damage, report, say
         self.saved_at = saved_at  # step of the checkpoint that is pointed at, -1 for none
+        self.written_at = -1  # step of the last folder that got its name
         self.failures, self.cause = 0, ""  # saves that failed in a row, and why the last one did
         self.error = None  # why the run cannot go on
         sizes = [tensor.numel() for tensors in live.values() for tensor in tensors.values()]
@@ -503,7 +502,7 @@ class Saver:
                      for file, tensors in live.items()}
         self.on_gpu, self.pinned = any(tensor.is_cuda for tensor in live["model.safetensors"].values()), False
         self.thread = ThreadPoolExecutor(1, "save", torch.set_num_threads, (1,))  # the other cores train on
-        self.saving = self.thread.submit(self._touch if in_background else int)
+        self.saving = self.thread.submit(self._touch if touch else int)
 
     def _touch(self):
         self.memory.zero_()
@@ -515,8 +514,8 @@ class Saver:
         """Take a snapshot of this step and let the thread write it, after the save in flight, as a checkpoint (once a
         step), a milestone or both.
 
-        records() is called now, for a function that the thread calls for {file name: JSON object}.
-        Raises: as `wait`.
+        records() is called now, for a function that the thread calls for {file name: JSON object}, with True where
+        they are for a checkpoint. Raises: as `wait`.
         """
         began = time.perf_counter()
         self.wait()
@@ -534,7 +533,7 @@ class Saver:
         self.saving = self.thread.submit(self._save, step, nonce, files, checkpoint, milestone, copied, began, stall_s)
 
     def wait(self):
-        """Wait for the save in flight. Raises: Failed where the run cannot go on, for data found damaged too."""
+        """Wait for the save in flight. Raises: what the thread met that ends the run; Failed for damaged data."""
         self.saving.result()
         if self.error:
             raise self.error
@@ -547,19 +546,24 @@ class Saver:
         return ["data"] * bool(self.damage()) + ["save"] * bool(self.error)
 
     def finish(self, step, nonce, records, milestone=False):
-        """Return once this step is durable. Raises: Failed where it cannot be."""
+        """Call until it is True: then this step is durable. A minute at most a call, since other ranks wait.
+
+        A save that fails is tried once more. Raises: as `wait`.
+        """
+        if not futures.wait([self.saving], 60).done:
+            return False
         self.wait()
         if self.saved_at != step or milestone:
             self.begin(step, nonce, records, True, milestone)
-            self.wait()
-        if self.saved_at != step:
-            raise Failed(f"the checkpoint of step {step:,} could not be saved: {self.cause}", "save")
+            futures.wait([self.saving], 60)
+        return self.saving.done() and self.saved_at == step
 
     def close(self):
-        """Wait for the save in flight, whatever ends the session, and give the memory back."""
+        """Wait for the save in flight, whatever ends the session."""
         self.thread.shutdown()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.pinned = False
 
     def _save(self, step, nonce, files, checkpoint, milestone, copied, began, stall_s):
         report = functools.partial(self.report, step=step)
@@ -569,23 +573,25 @@ class Saver:
             if not torch.stack(self.memory.aminmax()).isfinite().all():  # a NaN is both the least and the largest
                 raise Failed(f"the weights or the optimizer state of step {step:,} are not finite; the checkpoint "
                              "before it stands")
-            content = self.held | files()
             if checkpoint:
-                self._save_checkpoint(step, nonce, content, report, began, stall_s)
+                self._save_checkpoint(step, nonce, files, report, began, stall_s)
             if milestone:
-                self._save_milestone(step, content, report)
+                self._save_milestone(step, files, report)
         except Exception as error:  # `wait` raises it where training can answer
             self.error = error
 
-    def _save_checkpoint(self, step, nonce, content, report, began, stall_s):
+    def _save_checkpoint(self, step, nonce, files, report, began, stall_s):
+        folder = self.out_dir / "checkpoints" / f"step_{step:08d}"
         try:
-            make_room(self.out_dir, self.run, self.memory.nbytes, self.min_free_gb, report)
-            folder = write(self.out_dir, step, content, self.run)
+            if self.written_at != step:  # else it could not be pointed at, and is there
+                make_room(self.out_dir, self.run, self.memory.nbytes, self.min_free_gb, report)
+                write(self.out_dir, step, self.held | files(True), self.run)
+                self.written_at = step
             if damage := self.damage():
                 report("damaged", cause=damage, checkpoint=_set_aside(folder, "aside"))
                 raise Failed(damage)
             point(self.out_dir, folder, nonce)
-        except OSError as error:
+        except (OSError, Damaged) as error:
             self.failures, self.cause = self.failures + 1, str(error)
             report("save_failed", cause=self.cause)
             self.say(f"save   step {step:,} failed ({self.cause}); the next one is tried")
@@ -593,22 +599,25 @@ class Saver:
                 self.error = Failed(f"{self.failures} checkpoints in a row could not be saved: {self.cause}", "save")
             return
         self.saved_at, self.failures, self.seconds = step, 0, time.perf_counter() - began
-        report("save", checkpoint=folder.name, bytes=sum(entry.stat().st_size for entry in os.scandir(folder)),
-               seconds=round(self.seconds, 3), stall_s=round(stall_s, 4))
+        report("save", checkpoint=folder.name, bytes=_bytes_of(folder), seconds=round(self.seconds, 3),
+               stall_s=round(stall_s, 4))
         self.say(f"save   step {step:,} in {self.seconds:.1f} s; training waited {stall_s:.2f} s of it")
-        with contextlib.suppress(OSError):  # what cannot be pruned now is pruned after the next save
+        with contextlib.suppress(OSError, Damaged):  # what keeps its name is pruned after the next save
             prune(self.out_dir, self.run, self.keep, report)
 
-    def _save_milestone(self, step, content, report):
+    def _save_milestone(self, step, files, report):
         """Weights only, to be kept for ever; a step that is done again finds them there."""
-        content = {name: content[name] for name in ("model.safetensors", "model.json")}
-        if holds(self.out_dir / "milestones" / f"step_{step:08d}", self.run, content["model.safetensors"]):
+        weights = self.held["model.safetensors"]
+        if holds(self.out_dir / "milestones" / f"step_{step:08d}", self.run, weights):
             return
         try:
+            size = sum(tensor.nbytes for tensor in weights.values())
+            make_room(self.out_dir, self.run, size, self.min_free_gb, report)
+            content = {"model.safetensors": weights, **files(False)}
             report("save", milestone=write(self.out_dir, step, content, self.run, "milestones").name)
-        except OSError as error:
-            report("save_failed", cause=str(error))
-            self.say(f"milestone of step {step:,} failed: {error}")
+        except (OSError, Damaged) as error:
+            report("save_failed", milestone=f"step_{step:08d}", cause=str(error))
+            self.say(f"save   milestone of step {step:,} failed ({error}); it is not tried again")
 
 
 @dataclass
@@ -685,23 +694,38 @@ class Journal:
     def answering_errors(self):
         """Turn an error into an exit status: 2 with one message for what a person can mend before the first step, 1 for
         all else, with the traceback in errors/rank_N.txt."""
-        rank = int(os.environ.get("RANK", 0))
+        try:
+            with self.telling_errors():
+                yield
+        except Exception as error:  # the one place that sees every failure
+            raise SystemExit(2 if self._of_settings(error) else 1) from error
+
+    def _of_settings(self, error):
+        return isinstance(error, (ValueError, OSError)) and not self.started
+
+    @contextlib.contextmanager
+    def telling_errors(self):
+        """Leave an error's cause on disk and on stderr, at once: what closes after that may take its time."""
         try:
             yield
-        except Exception as error:  # the one place that sees every failure, to leave its cause on disk
-            of_settings = isinstance(error, (ValueError, OSError)) and not self.started
-            of_this_disk = isinstance(error, OSError) and not getattr(error, "told_by_rank_0", False)
-            if not (of_settings or isinstance(error, Failed)):
-                traceback.print_exc()
-            elif rank == 0 or of_this_disk:  # what all ranks find alike, rank 0 tells
-                print(f"train.py: {f'rank {rank}: ' * (rank > 0)}{error}", file=sys.stderr, flush=True)
-            if not of_settings and self.claimed:
-                self.status("failed", getattr(error, "reason", "error"))
-                path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"
-                with contextlib.suppress(OSError):  # a full disk; the traceback is on stderr too
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(traceback.format_exc())
-            raise SystemExit(2 if of_settings else 1) from error
+        except Exception as error:  # told here, answered by `answering_errors`
+            if not getattr(error, "told", False):
+                error.told = True
+                self._tell(error, int(os.environ.get("RANK", 0)))
+            raise
+
+    def _tell(self, error, rank):
+        of_this_disk = isinstance(error, OSError) and not getattr(error, "told_by_rank_0", False)
+        if not (self._of_settings(error) or isinstance(error, Failed)):
+            traceback.print_exc()
+        elif rank == 0 or of_this_disk:  # what all ranks find alike, rank 0 tells
+            print(f"train.py: {f'rank {rank}: ' * (rank > 0)}{error}", file=sys.stderr, flush=True)
+        if not self._of_settings(error) and self.claimed:
+            self.status("failed", getattr(error, "reason", "error"))
+            path = Path(self.out_dir) / "errors" / f"rank_{rank}.txt"
+            with contextlib.suppress(OSError):  # a full disk; the traceback is on stderr too
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(traceback.format_exc())
 
 
 def claim(out_dir, at_exit):
@@ -717,44 +741,67 @@ def claim(out_dir, at_exit):
         mend(Path(out_dir) / name)
 
 
-def make_room(out_dir, run, size, min_free_gb, report):
-    """See to it that `size` bytes fit and min_free_gb stay free, at the cost of every checkpoint but the pointed one.
+def _bytes_of(folder):
+    """The bytes of a folder's files."""
+    return sum(path.stat().st_size for path in folder.iterdir())
 
-    Raises: OSError where even that is not enough.
+
+def _prunable(out_dir, run):
+    """The checkpoints of a run that are older than the pointed one, newest first; [] without a pointer of the run."""
+    pointed = pointer(out_dir)
+    if not pointed or pointed["run"] != run:
+        return []
+    return [folder for folder, runs in _folders(out_dir).items()
+            if runs == {run} and step_of(folder.name) < pointed["step"]]
+
+
+def _prune(folder, report):
+    temporary = _temporary(folder)
+    os.rename(folder, temporary)  # a folder half deleted must not be taken for a checkpoint
+    _fsync(folder.parent)
+    shutil.rmtree(temporary)
+    report("prune", checkpoint=folder.name)
+
+
+def make_room(out_dir, run, size, min_free_gb, report):
+    """See to it that `size` bytes fit and min_free_gb stay free: the oldest checkpoints go, never the pointed one.
+
+    Raises: OSError where all of them would not be enough; nothing is deleted then.
     """
-    short = lambda: shutil.disk_usage(out_dir).free < size + 1e9 * min_free_gb
-    if short():
-        prune(out_dir, run, 1, report)
-    if short():
-        raise OSError(f"{out_dir} is on a disk with {shutil.disk_usage(out_dir).free / 1e9:.3f} GB free; a checkpoint "
-                      f"of {size / 1e9:.3f} GB does not fit" + f" beside min_free_gb {min_free_gb}" * (min_free_gb > 0))
+    missing = lambda: size + 1e9 * min_free_gb - shutil.disk_usage(out_dir).free
+    older = _prunable(out_dir, run) if missing() > 0 else []
+    if missing() > sum(map(_bytes_of, older)):
+        raise OSError(f"{out_dir} is on a disk with {shutil.disk_usage(out_dir).free / 1e9:.3f} GB free; "
+                      f"{size / 1e9:.3f} GB do not fit" + f" beside min_free_gb {min_free_gb}" * (min_free_gb > 0))
+    while missing() > 0 and older:
+        _prune(older.pop(), report)
 
 
 def prune(out_dir, run, keep, report):
     """Keep the pointed checkpoint and the `keep` - 1 newest before it; delete what is older in this run."""
-    pointed = pointer(out_dir)
-    if not pointed or pointed["run"] != run:
-        return
-    older = [folder for folder, runs in _folders(out_dir).items()
-             if runs == {run} and step_of(folder.name) < pointed["step"]]
-    for folder in reversed(older[max(keep, 1) - 1:]):
-        temporary = _temporary(folder)
-        os.rename(folder, temporary)  # a folder half deleted must not be taken for a checkpoint
-        _fsync(folder.parent)
-        shutil.rmtree(temporary)
-        report("prune", checkpoint=folder.name)
+    for folder in reversed(_prunable(out_dir, run)[max(keep, 1) - 1:]):
+        _prune(folder, report)
 
 
-def rollback(out_dir, step, report):
-    """Point at a step's checkpoint and rename its run's later ones *.abandoned; (folder, trainer.json).
+def named(out_dir, name):
+    """The checkpoint of that name, read in full, as (folder, trainer.json).
 
-    Raises: ValueError where there is none, Damaged where it is not whole; nothing is changed then.
+    Raises: ValueError where there is none, Damaged where it is not whole.
     """
-    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+    folder = Path(out_dir) / "checkpoints" / f"step_{step_of(name):08d}"
     if not folder.is_dir():
         there = ", ".join(path.name for path in _folders(out_dir)) or "none"
         raise ValueError(f"{out_dir}: there is no {folder.name}; there are: {there}")
-    trainer = verify(folder)[1]
+    return folder, verify(folder)[1]
+
+
+def rollback(out_dir, name, report):
+    """Point at the named checkpoint and rename its run's later ones *.abandoned; (folder, trainer.json).
+
+    Raises: as `named`; nothing is changed then.
+    """
+    folder, trainer = named(out_dir, name)
+    step = trainer["step"]
     point(out_dir, folder, trainer["lineage"][-1][0])
     later = [path for path in _of_run(out_dir, trainer["run"]) if step_of(path.name) > step]
     # oldest first: after a kill the newest, which descends from this one, is adopted, as if never rolled back
@@ -801,8 +848,7 @@ def main(words=None):
             raise ValueError(f"{asked.out_dir} is not a folder")
         if asked.command == "rollback":
             with lock(asked.out_dir):
-                step = step_of(asked.checkpoint)
-                rollback(asked.out_dir, step, lambda event, **fields: print(event, json.dumps(fields)))
+                rollback(asked.out_dir, asked.checkpoint, lambda event, **fields: print(event, json.dumps(fields)))
             return 0
         rows = survey(asked.out_dir)
     except (ValueError, OSError) as error:

@@ -131,7 +131,7 @@ from checkpoint import Failed
 from data import prepare as data_prepare
 from model import (GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts,
                    with_weights)
-from preflight import Interrupt, finite
+from preflight import Interrupt, finite, on_device, seed_device, to_host
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
 ADAM_EPS = 1e-8
@@ -141,8 +141,9 @@ FIRST_LOSS_SCALE = 2.0**16  # float16 only
 LOSS_SCALE_GROWTH_STEPS = 2000  # steps without overflow after which the loss scale doubles
 CONTROL_WINDOWS = 8
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
-DROP_STEP_AFTER_S = 10.0  # after a signal, a step that takes longer than this is dropped
+DROP_STEP_AFTER_S, CONTROL_AFTER_SIGNAL_S = 10.0, 5.0  # after a signal: when a step, and a control loss, are given up
 STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
+CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")
 RANK_TIMEOUT_S = 600  # a rank that has not answered for so long ends the session
 SPIKE_DEVIATIONS, SPIKE_STEPS = 6.0, 64  # a loss so far above its running mean over about so many steps is an event
 REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can ask for; agreed with each step's sum
@@ -172,8 +173,7 @@ def start_ranks(device_type, one_thread, interrupt):
     if own_group:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(seconds=RANK_TIMEOUT_S))
-    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, interrupt.arrived) for number in caught}
+    before = {name: signal.signal(signal.Signals[name], interrupt.arrived) for name in CAUGHT}
     failed = True
     try:
         yield Ranks(rank, world_size, device)
@@ -181,8 +181,8 @@ def start_ranks(device_type, one_thread, interrupt):
     finally:
         if own_group and not (failed and device_type == "cuda"):  # NCCL would wait there for ranks that wait elsewhere
             dist.destroy_process_group()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
         torch.set_num_threads(threads)
 
 
@@ -205,7 +205,7 @@ def from_rank_0(ranks, function, *arguments):
 def all_sum(flat, ranks, in_a_tree):
     """Sums `flat` over ranks, in place. In a tree: with the neighbour, the pair beside, the four beside; both sides
     add the same two numbers, so every rank gets the same bits. Ranks: all (all-reduce or exchanges)."""
-    if not in_a_tree:
+    if ranks.world_size == 1 or not in_a_tree:
         return dist.all_reduce(flat) if ranks.world_size > 1 else None
     theirs, distance = torch.empty_like(flat), 1
     while distance < ranks.world_size:
@@ -214,6 +214,13 @@ def all_sum(flat, ranks, in_a_tree):
             exchange.wait()
         flat.add_(theirs)
         distance *= 2
+
+
+def signals_heard(ranks, interrupt):
+    """The names of the signals that any rank has got, the same list on every rank. Ranks: all (one all-reduce)."""
+    heard = on_device([name == interrupt.name for name in CAUGHT], ranks.device)
+    all_sum(heard, ranks, in_a_tree=False)
+    return [name for name, count in zip(CAUGHT, heard.tolist()) if count]
 
 
 def share_of(count, ranks):
@@ -370,6 +377,7 @@ class Optimizer:
     heads: tuple  # query heads, key and value heads, head width
     matrix_dtype: torch.dtype  # of Newton-Schulz
     blocks: int = 0  # the parts of a step that are summed in a fixed tree; 0 = one plain sum
+    spare: list = field(default_factory=list)  # memory for partial sums of the tree
 
 
 def group_parameters(model, optimizer):
@@ -461,8 +469,8 @@ def muon_update(opt, named, lr, weight_decay, skip):
 
 # ---- evaluation --------------------------------------------------------------------------------------------
 
-def window_losses(model, forward, stream, starts, group, block_size, device, autocast, interrupt):
-    """Each window's loss summed over its tokens in float64, in the order of `starts`; fewer where a signal came.
+def window_losses(model, forward, stream, starts, group, block_size, device, autocast, cut_short):
+    """Each window's loss summed over its tokens in float64, in the order of `starts`; fewer where cut_short() is true.
 
     On CPU each forward has one thread and several run side by side, uncompiled: a product split over threads may
     round otherwise, and a window's loss must not depend on how many there are."""
@@ -478,7 +486,7 @@ def window_losses(model, forward, stream, starts, group, block_size, device, aut
     model.eval()
     with concurrent.futures.ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for first in range(0, len(groups), threads):
-            if interrupt.name:
+            if cut_short():
                 break
             batches = [read_windows(stream, windows, block_size, device) for windows in groups[first:first + threads]]
             sums.extend(number for part in (pool.map if cpu else map)(sums_of, batches) for number in part)
@@ -494,7 +502,8 @@ def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_by
     began = time.perf_counter()
     groups = share_of(-(-len(starts) // group), ranks)
     first, mine = groups.start * group, starts[groups.start * group:groups.stop * group]
-    losses = window_losses(model, model, stream, mine, group, block_size, ranks.device, autocast, interrupt)
+    losses = window_losses(model, model, stream, mine, group, block_size, ranks.device, autocast,
+                           lambda: interrupt.name)
     table = torch.zeros(3, len(starts), dtype=torch.float64)  # of each window: loss, bytes of text, done
     table[0, first:first + len(losses)] = torch.tensor(losses, dtype=torch.float64)
     table[2, first:first + len(losses)] = 1
@@ -520,12 +529,14 @@ def validation_starts(stream, block_size, eval_tokens):
     return np.arange(wanted, dtype=np.int64) * windows // max(1, wanted) * block_size
 
 
-def control_loss(model, stream, block_size, device):
-    """Mean loss on the first windows of `stream`, in float32, window by window: a loaded model must reproduce it."""
+def control_loss(model, stream, block_size, device, interrupt):
+    """Mean loss on the first windows of `stream`, in float32, window by window: a loaded model must reproduce it.
+
+    None where it would take too long after a signal."""
     starts = np.arange(min(CONTROL_WINDOWS, (len(stream) - 1) // block_size)) * block_size
     sums = window_losses(model, model.forward, stream, starts, 1, block_size, device, contextlib.nullcontext,
-                         Interrupt())
-    return sum(sums) / (len(starts) * block_size)
+                         lambda: time.monotonic() > interrupt.at + CONTROL_AFTER_SIGNAL_S)
+    return sum(sums) / (len(starts) * block_size) if len(sums) == len(starts) else None
 
 
 # ---- checkpoints: what goes into one, and what is taken from it --------------------------------------------
@@ -539,6 +550,7 @@ class Run:
     step: int = 0  # completed steps, applied or skipped
     segments: list = field(default_factory=list)  # [[first window of the job, train shard list], ...]
     bad_steps: int = 0  # in a row, up to now
+    bad_windows: list = field(default_factory=list)  # [[step, window ids], ...] of these
     loss_spread: list = field(default_factory=lambda: [0, 0.0, 0.0])  # applied steps, running mean and variance
     best_val_loss: float | None = None
     horizon: int = 0  # the step the schedule is planned for
@@ -558,11 +570,12 @@ def trainer_record(run, opt, settings, manifest, host):
     assert windows * block_size == tokens, "the cursor counts whole windows"
     return {
         "format": 1, "run": run.run, "lineage": run.lineage, "session": run.session, "step": run.step,
-        "updates": int(opt.updates), "bad_steps": run.bad_steps, "windows": windows, "tokens": tokens,
+        "updates": int(opt.updates), "bad_steps": run.bad_steps, "bad_windows": run.bad_windows,
+        "windows": windows, "tokens": tokens,
         "pass": pass_of(windows, order, block_size).number,
         "order_fingerprint": order_fingerprint(windows, order, settings["data_seed"], block_size),
         "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
-        "segments": run.segments, "settings": settings,
+        "segments": list(run.segments), "settings": settings,  # a copy: the list may grow before this is written
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
         "best_val_loss": run.best_val_loss, "loss_spread": run.loss_spread, "wandb_run_id": "",
     } | host
@@ -575,12 +588,12 @@ def tensors_of(model, opt):
 
 
 def records_of(run, opt, model_record, settings, manifest, host, control, at_once):
-    """A function for the JSON files of a checkpoint of this very step. What it costs to compute the control loss is
-    paid here where `at_once`, else where that function is called. Ranks: rank 0."""
+    """A function for the JSON files of a checkpoint of this very step, or of a milestone. The control loss is computed
+    here where `at_once`, else where that function is called. Ranks: rank 0."""
     trainer = trainer_record(run, opt, settings, manifest, host)
     loss = control() if at_once else None
-    return lambda: {"model.json": model_record,
-                    "trainer.json": trainer | {"control": finite(loss if at_once else control())}}
+    return lambda whole: {"model.json": model_record} | ({
+        "trainer.json": trainer | {"control": finite(loss if at_once else control())}} if whole else {})
 
 
 def take_over(trainer, run, opt, manifest, settings):
@@ -595,7 +608,7 @@ def take_over(trainer, run, opt, manifest, settings):
     if trainer["order_fingerprint"] != order_fingerprint(trainer["windows"], token_order(trainer["segments"]),
                                                          settings["data_seed"], settings["block_size"]):
         raise ValueError("the order of windows at the cursor is not the recorded one: the code has changed")
-    for name in ("run", "lineage", "step", "segments", "bad_steps", "loss_spread", "best_val_loss"):
+    for name in ("run", "lineage", "step", "segments", "bad_steps", "bad_windows", "loss_spread", "best_val_loss"):
         setattr(run, name, trainer.get(name, getattr(run, name)))
     opt.updates.fill_(trainer["updates"])
     if recorded["dtype"] == settings["dtype"]:
@@ -626,12 +639,15 @@ def load_state(ranks, folder, model, opt):
 
 # ---- the step ----------------------------------------------------------------------------------------------
 
-def close_block(flat, sums, blocks):
-    """Puts a finished block of micro-batches into the tree ((1 + 2) + (3 + 4)) + ...; `blocks` are finished now."""
+def close_block(flat, sums, spare, blocks):
+    """Puts a finished block of micro-batches into the tree ((1 + 2) + (3 + 4)) + ...; `blocks` are finished now.
+
+    Partial sums lie in `sums`, in memory that is kept in `spare` from step to step."""
     while blocks % 2 == 0:
-        flat.add_(sums.pop())
+        spare.append(sums.pop())
+        flat.add_(spare[-1])
         blocks //= 2
-    sums.append(flat.clone())
+    sums.append((spare.pop() if spare else torch.empty_like(flat)).copy_(flat))
     flat.zero_()
 
 
@@ -655,9 +671,10 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
         (loss * opt.loss_scale).backward()
         opt.tail[0] += loss.detach()
         if opt.blocks and done * opt.blocks % count == 0:
-            close_block(opt.flat, sums, done * opt.blocks // count)
+            close_block(opt.flat, sums, opt.spare, done * opt.blocks // count)
+    opt.spare.extend(sums)
     if sums:
-        opt.flat.copy_(sums.pop())
+        opt.flat.copy_(sums[-1])
     memory = [0.0] * ranks.world_size
     memory[ranks.rank] = preflight.peak_memory_gb(ranks.device)
     asked = [bool(interrupt.name), *(name in wishes for name in REQUESTS[1:-1]), dropped]
@@ -689,28 +706,6 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
         opt.growth.copy_(torch.where(overflow | full, 0, grown))
         opt.loss_scale.mul_(torch.where(overflow, 0.5, torch.where(full, 2.0, 1.0)))
     return outcome
-
-
-def seed_device(device, seed):
-    """Seeds the device's own generator; torch.manual_seed would seed every kind of device, a hundred times slower."""
-    {"cpu": torch.default_generator.manual_seed, "cuda": torch.cuda.manual_seed,
-     "mps": torch.mps.manual_seed}[device.type](seed)
-
-
-def on_device(numbers, device):
-    """A float32 vector on `device` without waiting for it."""
-    vector = torch.tensor(numbers, dtype=torch.float32)
-    return vector.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else vector.to(device)
-
-
-def to_host(vector):
-    """Starts the copy of a device vector to the host; calling the result waits for it and gives a list of numbers."""
-    if vector.device.type != "cuda":
-        return vector.tolist
-    host, done = torch.empty(vector.shape, pin_memory=True), torch.cuda.Event()
-    host.copy_(vector, non_blocking=True)
-    done.record()
-    return lambda: (done.synchronize(), host.tolist())[1]
 
 
 # What a step has come to. verdict: 'applied', 'overflow', 'bad' or 'dropped'; stop: why a rank asks for it, or ''.
@@ -746,16 +741,16 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
     if outcome.verdict == "overflow":
         report("overflow", at=step, loss_scale=outcome.loss_scale)
     elif outcome.verdict == "bad":
-        run.bad_steps += 1
+        run.bad_steps, run.bad_windows = run.bad_steps + 1, [*run.bad_windows, [step, window_ids(drawn)]]
         report("skip", at=step, loss=finite(outcome.loss), grad_norm=finite(outcome.grad_norm), in_a_row=run.bad_steps,
                windows=window_ids(drawn))
         if run.bad_steps >= max_bad_steps:
             raise Failed(f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps "
-                         f"{max_bad_steps}), the last at step {step:,} on the windows ([pass, window]) "
-                         f"{window_ids(drawn)}; none of them is in the weights, and the last checkpoint stands",
-                         "bad_steps")
+                         f"{max_bad_steps}), the last at step {step:,}; none of them is in the weights, and the last "
+                         "checkpoint stands. Their windows ([pass, window]):" + "".join(
+                             f"\n  step {step:,}: {windows}" for step, windows in run.bad_windows), "bad_steps")
     else:
-        run.bad_steps, mean = 0, run.loss_spread[1]
+        run.bad_steps, run.bad_windows, mean = 0, [], run.loss_spread[1]
         if is_spike(run, outcome.loss):
             report("spike", at=step, loss=finite(outcome.loss), running_mean=finite(mean), windows=window_ids(drawn))
 
@@ -822,6 +817,8 @@ def main():
             momentum=muon_momentum, grad_clip=grad_clip, heads=(config.n_head, config.n_kv_head, config.head_width),
             matrix_dtype=torch.bfloat16 if bf16_native else torch.float32, blocks=blocks)
         changed = take_over(trainer, run, opt, manifest, settings) if trainer else {}
+        if writes and resume.startswith("step_"):
+            from_rank_0(ranks, checkpoint.rollback, out_dir, resume, tell)
         if not trainer:
             run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
             from_rank_0(ranks, checkpoint.check_init, init_from, asdict(config), init_sha256)
@@ -852,7 +849,7 @@ def main():
             return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
         if trainer:
             say(f"resume {folder.name} of run {run.run}: session {run.session} goes on after step {run.step:,}")
-            loss = from_rank_0(ranks, control_loss, model, control_stream, block_size, ranks.device)
+            loss = from_rank_0(ranks, control_loss, model, control_stream, block_size, ranks.device, interrupt)
             report("control", recorded=trainer["control"], found=finite(loss), tolerance=control_tolerance)
             preflight.check_control(loss, trainer["control"], control_tolerance, folder)
         if compiled:
@@ -878,17 +875,19 @@ def main():
         if lead:
             saver = checkpoint.Saver(
                 out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say,
-                run.step if trainer else -1, checkpoint_interval or milestone_interval)
+                saved_at=run.step if trainer else -1, touch=checkpoint_interval or milestone_interval)
             at_exit.callback(saver.close)
             snapshot = with_weights(model, saver.held["model.safetensors"]) if kind == "cpu" else model
-            control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device)
+            control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device, interrupt)
             records = functools.partial(records_of, run, opt, model_record, settings, manifest, host, control,
                                         kind != "cpu")
+        # a failure that ranks share: they wait for rank 0's save in flight, or torchrun would kill it; told at once
+        at_exit.push(lambda _, error, __: from_rank_0(ranks, lambda: saver.close()) if type(error) is Failed else None)
+        at_exit.enter_context(journal.telling_errors())
         lag = STEPS_READ_LATE.get(kind, 0)
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
-        signalled = on_device([bool(interrupt.name)], ranks.device)
-        all_sum(signalled, ranks, in_a_tree=False)
-        stop, complete, watch_s = "signal" if signalled else "", True, 0.0  # a signal that came while all was loaded
+        stop = "signal" if signals_heard(ranks, interrupt) else ""  # while all was loaded
+        complete, watch_s = True, 0.0
         evaluated_at, result = -1, None
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
@@ -927,7 +926,8 @@ def main():
 
             kinds = due(checkpoint_interval) and run.step > 0, due(milestone_interval) and run.step > 0
             if stop or at_end:
-                from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1]))
+                while not from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1])):
+                    pass
             elif any(kinds):
                 from_rank_0(ranks, lambda: saver.begin(run.step, run.lineage[-1][0], records, *kinds))
             began = time.monotonic()
@@ -980,10 +980,11 @@ def main():
                 journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
 
         # the end of the session
-        finished = run.step >= run.horizon and in_time and complete and not interrupt.name
-        reason = "horizon" if finished else "signal" if interrupt.name or not complete else stop or "steps"
+        signals = signals_heard(ranks, interrupt)
+        finished = run.step >= run.horizon and in_time and complete and not signals
+        reason = "horizon" if finished else "signal" if signals or not complete else stop or "steps"
         if reason == "signal":
-            report("signal", name=interrupt.name)
+            report("signal", name=" ".join(signals))
         report("finish" if finished else "stop", reason=reason)
         journal.status("finished" if finished else "stopped", reason)
         preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size)

@@ -4,10 +4,11 @@
     python bench/chaos.py --minutes 40 --seed 1    # the committed result
 
 A chain is one run under torchrun, killed (-9) session after session at planned instants, most of them inside saves,
-then run to its end. What counts is the phase that lies on disk at the kill, not the one that was aimed at. Between
-sessions files are damaged, in sessions the disk is full. A reference is the same run undisturbed: tensors, counters,
-every row of metrics.jsonl and every window of every step must be equal to the bit. Each detector has a control: the
-same fault with its check switched off must come out as missed or unequal, else the bench has shown nothing.
+then run to its end. What counts is the phase that lies on disk, not the one that was aimed at: what a killed rank 0
+has left; for others, what was there at the instant. Between sessions files are damaged, in sessions the disk is full.
+A reference is the same run undisturbed: tensors, counters, every row of metrics.jsonl and every window of every step
+must be equal to the bit. Each detector has a control: the same fault with its check switched off must come out as
+missed or unequal, else the bench has shown nothing.
 The plan is a function of the seed; the instants vary. Prints tables, then one JSON line.
 """
 import argparse
@@ -16,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -42,12 +44,14 @@ SETTINGS = {
     "max_steps": LAST, "schedule": "constant", "warmup_steps": 3, "learning_rate": 3e-3, "eval_interval": 0,
     "eval_tokens": 128, "sample_interval": 0, "prompts_file": "", "log_interval": 1, "trace_windows": True,
     "data_verify": "off", "device": "cpu", "compile": "off", "dtype": "float32"}
-CONFIGS = [  # (optimizer, ranks; 0: another number in every session, with reproducible on)
+CONFIGS = [  # (optimizer, ranks; 0: another number in every session, with reproducible on); the seed says in what order
     ("adamw", 2), ("muon", 0), ("muon", 3), ("adamw", 0), ("muon", 4), ("adamw", 1), ("muon", 2), ("adamw", 3),
     ("muon", 1), ("adamw", 4)]
 IN_SAVE = ("write", "rename", "pointer", "prune")
-AIMS = ["write"] * 8 + ["rename"] * 4 + ["pointer"] * 4 + ["prune"] * 4 + ["step"] * 6 + ["start"] * 4
-TARGETS = ["rank"] * 3 + ["all"] * 2 + ["torchrun"] * 2 + ["everything"] * 3
+AIMS = ["write"] * 10 + ["rename"] * 4 + ["pointer"] * 4 + ["prune"] * 4 + ["step"] * 4 + ["start"] * 3
+TARGETS = {  # for aims into saves (True) mostly such as cut them off: rank 0 is the one that writes
+    True: ["rank 0"] * 5 + ["all"] * 5 + ["everything"] * 6 + ["another rank"] * 3 + ["torchrun"],
+    False: ["another rank"] * 6 + ["torchrun"] * 4}
 COUNTERS = ("step", "updates", "windows", "tokens", "pass", "order_fingerprint", "data_fingerprint", "segments",
             "scaler", "control", "bad_steps")
 ROW = ("tokens", "windows", "epoch", "loss", "lr", "muon_lr", "grad_norm")
@@ -55,7 +59,7 @@ TENSORS = ("model.safetensors", "optimizer.safetensors")
 FILES = (*TENSORS, "model.json", "trainer.json", "manifest.json", "latest.json")
 GONE_S, SESSION_S = 45, 120  # the longest that ranks may live on after a kill; that any session may take
 
-Session = namedtuple("Session", "process token out_dir log rows events")  # rows, events: lines before it began
+Session = namedtuple("Session", "process mark out_dir log rows events")  # rows, events: lines before it began
 
 
 # -- as a rank: train.py with something added or broken
@@ -137,7 +141,8 @@ def swallow_errors(train, checkpoint):
 
 
 def outlive(train, checkpoint):
-    """Control: ranks that do not hear that torchrun is dead (prctl 1 sets the signal for that)."""
+    """Control: ranks that do not hear that torchrun is dead (prctl 1 sets the signal for that), for two minutes."""
+    signal.alarm(120)
     real, deafen = train.train_step, lambda: ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
     train.train_step = lambda *arguments: (deafen(), real(*arguments))[1]
 
@@ -146,12 +151,14 @@ def outlive(train, checkpoint):
 
 def end_with_parent():
     """Asks for SIGTERM when the parent dies (PR_SET_PDEATHSIG): a bench that is killed leaves nothing behind."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a worker has inherited the bench's handlers
+        signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def start(out_dir, settings, ranks, hooks=""):
-    """Starts a session under torchrun (0 ranks: without); its processes are known by a token in their environment."""
-    token, script = os.urandom(8).hex(), ["bench/chaos.py", f"--as-rank={hooks}"] if hooks else ["train.py"]
+    """Starts a session under torchrun (0 ranks: without); its processes are known by a mark in their environment."""
+    mark, script = os.urandom(8).hex(), ["bench/chaos.py", f"--as-rank={hooks}"] if hooks else ["train.py"]
     words = [f"--{name}={value}" for name, value in {**SETTINGS, **settings, "out_dir": out_dir}.items()]
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
     log = Path(f"{out_dir}.log")
@@ -159,54 +166,67 @@ def start(out_dir, settings, ranks, hooks=""):
         front = [TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
         process = subprocess.Popen([*front, *script, *words], cwd=ROOT, stdout=file, stderr=file,
                                    stdin=subprocess.DEVNULL, preexec_fn=end_with_parent,
-                                   env={**environment, "CHAOS_SESSION": token, "OMP_NUM_THREADS": "1",
+                                   env={**environment, "CHAOS_SESSION": mark, "OMP_NUM_THREADS": "1",
                                         "TMPDIR": str(log.parent)})  # a killed torchrun leaves files there
-    return Session(process, token, out_dir, log, len(rows(out_dir, "metrics")), len(rows(out_dir, "events")))
+    return Session(process, f"CHAOS_SESSION={mark}", out_dir, log, len(rows(out_dir, "metrics")),
+                   len(rows(out_dir, "events")))
 
 
-def members(session):
-    """[(pid, rank or None), ...] of the processes of a session that live, wherever they hang in the tree."""
-    found, mark = [], f"CHAOS_SESSION={session.token}".encode()
+def environment_of(pid):
+    """The words of a process's environment; none where it has ended or is another user's."""
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    return []
+
+
+def members(mark):
+    """[(pid, rank or None), ...] of the living processes with a mark, wherever they hang in the tree."""
+    found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-            words = Path("/proc", pid, "environ").read_bytes().split(b"\0")
+        if mark.encode() in (words := environment_of(pid)):
             rank = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-            found += [(int(pid), rank[0] if rank else None)] * (mark in words)
+            found.append((int(pid), rank[0] if rank else None))
     return found
 
 
 def victims(session, target, number):
-    """(the target as it can be, pids, whether rank 0 is among them); before there are ranks it is everything."""
-    everyone = members(session)
+    """(the target as it can be, pids, rank 0's if it is among them); before there are ranks it is everything."""
+    everyone = members(session.mark)
     ranks = sorted({rank for _, rank in everyone if rank is not None})
     target = target if ranks or target == "torchrun" else "everything"
-    chosen = {"rank": ranks[number % len(ranks):][:1] if ranks else [], "all": ranks, "torchrun": [None],
-              "everything": [None, *ranks]}[target]
-    return target, [pid for pid, rank in everyone if rank in chosen], 0 in chosen
+    target = "rank 0" if target == "another rank" and len(ranks) == 1 else target
+    chosen = {"rank 0": ranks[:1], "another rank": ranks[1:][number % max(1, len(ranks) - 1):][:1], "all": ranks,
+              "torchrun": [None], "everything": [None, *ranks]}[target]
+    hit = {pid: rank for pid, rank in everyone if rank in chosen}
+    return target, list(hit), next((pid for pid, rank in hit.items() if rank == 0), None)
 
 
-def strike(pids):
-    """SIGKILL to all of them at one instant."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+def strike(mark, pids):
+    """SIGKILL to all of them at one instant; returns the pids that it reached: one may be another's by now."""
+    reached = [pid for pid in pids if mark.encode() in environment_of(pid)]
+    for pid in list(reached):
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            reached.remove(pid)
+    return reached
 
 
 def gone(session, seconds):
     """Waits until no process of the session lives; False where some still do after so many seconds."""
     deadline = time.monotonic() + seconds
-    while session.process.poll() is None or members(session):
+    while session.process.poll() is None or members(session.mark):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
 
 
-def end(session):
-    """Kills whatever is left of a session, again until nothing is: torchrun may just be starting a rank."""
+def end(mark):
+    """Kills whatever has a mark, again until nothing has: torchrun may just be starting a rank."""
     deadline = time.monotonic() + GONE_S
-    while not gone(session, 0) and time.monotonic() < deadline:
-        strike([pid for pid, _ in members(session)])
+    while (left := members(mark)) and time.monotonic() < deadline:
+        strike(mark, [pid for pid, _ in left])
         time.sleep(0.02)
 
 
@@ -332,7 +352,7 @@ def zeroed(data, draw):
 IN_PLACE = {"flipped bit": flipped, "zeroed page": zeroed, "edited number": edited,
             "truncated": lambda data, draw: data[:draw.randrange(len(data) - 1)],  # JSON is whole without its newline
             "extra bytes": lambda data, draw: data + b"x" + draw.randbytes(draw.randrange(64))}
-BY_COPY = ("another step", "another run", "another step, manifest agrees")
+BY_COPY = ("another step", "another run", "another step, manifest agrees")  # a header names its step, and no run
 KINDS = (*IN_PLACE, "missing", "swapped", *BY_COPY)
 
 
@@ -352,7 +372,7 @@ def damage(path, kind, draw, sources):
         source = sources.get(kind, path.parent) / path.name
         changed = source.read_bytes() if source.exists() else data
         if kind.endswith("agrees") and b'"__metadata__"' not in data[:4096]:
-            return False  # only a header that names run and step can tell then
+            return False  # only a header that names its step can tell then
     elif kind == "swapped":
         other = draw.choice(sorted(other for other in path.parent.glob("*.*") if other != path
                                    and other.suffix in (".json", ".safetensors")))
@@ -365,11 +385,17 @@ def damage(path, kind, draw, sources):
         return False
     replace(path, changed)
     if kind.endswith("agrees"):
-        manifest = read_json(path.parent / "manifest.json")
-        row = next(row for row in manifest["files"] if row["name"] == path.name)
-        row |= {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
-        replace(path.parent / "manifest.json", json.dumps(manifest, indent=1).encode())
+        agree(path)
     return True
+
+
+def agree(path):
+    """Makes the manifest agree with a damaged file, and removes the pointer: its hash of the manifest would tell."""
+    manifest, data = read_json(path.parent / "manifest.json"), path.read_bytes()
+    row = next(row for row in manifest["files"] if row["name"] == path.name)
+    row |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    replace(path.parent / "manifest.json", json.dumps(manifest, indent=1).encode())
+    path.parents[2].joinpath("latest.json").unlink()
 
 
 def pointer_of(folder, place):
@@ -392,7 +418,8 @@ def plan_of(seed, number, configs):
     draw = random.Random(f"chaos {seed} {number}")
     optimizer, ranks = configs[number % len(configs)]
     sessions = [{
-        "ranks": ranks or draw.choice((1, 2, 4)), "aim": draw.choice(AIMS), "target": draw.choice(TARGETS),
+        "ranks": ranks or draw.choice((1, 2, 4)), "aim": (aim := draw.choice(AIMS)),
+        "target": draw.choice(TARGETS[aim in IN_SAVE]),
         "number": draw.randrange(12), "steps": draw.randrange(1, 9), "files": draw.randrange(6),
         "delay": draw.random(), "slow": round(draw.uniform(0.02, 0.1), 3) if draw.random() < 0.4 else 0,
         "checkpoint_interval": draw.randint(1, 4), "disk": draw.choices(("", "lift", "stay"), (14, 1, 1))[0],
@@ -409,29 +436,42 @@ def settings_of(optimizer, ranks):
     return {"optimizer": optimizer} | ({} if ranks else {"reproducible": True})
 
 
-def at_instant(session, plan):
+def arrives(chain, session, steps):
+    """Whether a session comes to so many steps; one that lives and does not hangs."""
+    if wait(session, lambda: len(rows(session.out_dir, "metrics")) >= session.rows + steps, SESSION_S, 0.002):
+        return True
+    if session.process.poll() is None:
+        chain.unequal.append(f"{session.out_dir} hangs: no step {steps} of a session within {SESSION_S} s")
+        end(session.mark)
+    return False
+
+
+def at_instant(chain, session, plan):
     """Waits for the instant that was drawn: the victims then, as `victims` gives them; None: it has ended before."""
-    arrived = lambda: len(rows(session.out_dir, "metrics")) >= session.rows + plan["steps"]
-    chosen = None
+    chosen, now = None, lambda: phase(session.out_dir)
     if plan["aim"] == "start":
         wait(session, lambda: len(rows(session.out_dir, "metrics")) > session.rows, 6 * plan["delay"], 0.01)
-    elif wait(session, arrived, SESSION_S, 0.002):
-        seen = lambda: phase(session.out_dir) == plan["aim"] and (
+    elif not arrives(chain, session, plan["steps"]):
+        return None
+    else:
+        seen = lambda: now() == plan["aim"] and (
             plan["aim"] != "write" or len(list(session.out_dir.glob("checkpoints/.tmp-*/*"))) >= plan["files"])
         chosen = victims(session, plan["target"], plan["number"])  # now: it takes longer than a save may
-        wait(session, seen, 1.5) if plan["aim"] in IN_SAVE else time.sleep(0.1 * plan["delay"])
+        if plan["aim"] in IN_SAVE:
+            wait(session, seen, 1.5) or wait(session, now, 1.5)
+        else:
+            time.sleep(0.1 * plan["delay"])
     alive = session.process.poll() is None
     return (chosen or victims(session, plan["target"], plan["number"])) if alive else None
 
 
 def fill_disk(chain, session, plan):
-    """Lets rank 0's files grow to a limit only, from a random step on, until a save has failed."""
-    arrived = lambda: len(rows(session.out_dir, "metrics")) >= session.rows + plan["steps"]
-    if not wait(session, arrived, SESSION_S, 0.002):
+    """Lets rank 0's files grow to a limit only, above every jsonl file, from a random step on, until a save fails."""
+    if not arrives(chain, session, plan["steps"]):
         return
     low = 40_000 + max(path.stat().st_size for path in session.out_dir.glob("*.jsonl"))
     high = max((path.stat().st_size for path in session.out_dir.glob("checkpoints/step_*/*.safetensors")), default=0)
-    pid = next((pid for pid, rank in members(session) if rank == 0), None)
+    pid = next((pid for pid, rank in members(session.mark) if rank == 0), None)
     if low >= high or not pid:
         chain.tally["disk: no room for a limit"] += 1
         return
@@ -444,23 +484,27 @@ def fill_disk(chain, session, plan):
         chain.tally[f"disk: {plan['disk']}"] += 1
         if plan["disk"] == "lift":
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-        else:
-            gone(session, SESSION_S)
+        elif not gone(session, SESSION_S):
+            chain.unequal.append(f"{session.out_dir} hangs: on a full disk for {SESSION_S} s")
 
 
-def kill_session(chain, session, plan, target, pids, with_rank_0):
-    """Kills as planned, counts the kill under what lies on disk, and waits for the end of every process."""
-    seen, chain.killed_at = phase(session.out_dir), time.time()
-    strike(pids)
+def kill_session(chain, session, plan, target, pids, rank_0):
+    """Kills as planned and counts it under what lies on disk, once all have ended; False: nobody was left to kill."""
+    seen, now = phase(session.out_dir), time.time()
+    if not (reached := strike(session.mark, pids)):
+        return False
+    chain.killed_at = now
     if not gone(session, GONE_S):
         chain.unequal.append(f"{session.out_dir}: {GONE_S} s after {target} was killed, some processes live")
-    end(session)
+    end(session.mark)
     told = rows(session.out_dir, "metrics")
     new, later = told[session.rows:], told and told[-1]["epoch"] >= 1
-    seen = (phase(session.out_dir) if with_rank_0 else seen) or "step"
-    chain.tally.update([f"phase: {seen if new else 'start'}", f"target: {target}", f"ranks: {plan['ranks']}",
+    seen = ((phase(session.out_dir) if rank_0 in reached else seen) or "step") if new else "start"
+    chain.tally.update([f"phase: {seen}", f"target: {target}", f"ranks: {plan['ranks']}",
                         f"pass: {'later' if later else 'first'}",
-                        f"saves: {'slowed' if plan['slow'] else 'as they are'}", "kills"])
+                        f"saves: {'slowed' if plan['slow'] else 'as they are'}", "kills",
+                        *["saves cut off"] * (rank_0 in reached and seen in IN_SAVE)])
+    return True
 
 
 def one_session(chain, plan):
@@ -472,12 +516,11 @@ def one_session(chain, plan):
     try:
         if plan["disk"]:
             fill_disk(chain, session, plan)
-        if chosen := at_instant(session, plan):
-            kill_session(chain, session, plan, *chosen)
-        else:
+        chosen = at_instant(chain, session, plan)
+        if not (chosen and kill_session(chain, session, plan, *chosen) or chain.unequal):
             ended_by_itself(chain, session, plan["disk"])
     finally:
-        end(session)
+        end(session.mark)
     settle(chain, session, before)
 
 
@@ -504,7 +547,7 @@ def settle(chain, session, before):
         chain.recoveries.append(new[0]["time"] - chain.recovering_from)
         chain.redone.append(max(0, before - new[0]["step"] + 1))
     chain.reached = max([row["step"] for row in new], default=before)
-    chain.recovering_from = chain.killed_at or (0 if new else chain.recovering_from)
+    chain.recovering_from = chain.killed_at if new else chain.recovering_from or chain.killed_at
     chain.killed_at = 0
     events = [row for row in rows(session.out_dir, "events")[session.events:]]
     for entry in chain.pending:
@@ -588,7 +631,7 @@ def finish(chain, plan):
     session, before = start(chain.out_dir, chain.settings | {"max_steps": chain.end, "checkpoint_interval": 4},
                             plan["last_ranks"]), chain.reached
     in_time = gone(session, SESSION_S)
-    end(session)
+    end(session.mark)
     settle(chain, session, before)
     if in_time and session.process.returncode == 0:
         chain.state = state_of(chain.out_dir, chain.end)
@@ -613,7 +656,7 @@ def undisturbed(out_dir, settings, ranks, steps):
     """Runs to a step with nothing in the way, keeping every checkpoint."""
     session = start(out_dir, settings | {"max_steps": steps, "keep_checkpoints": LAST}, ranks)
     in_time = gone(session, SESSION_S)
-    end(session)
+    end(session.mark)
     if not in_time or session.process.returncode:
         raise RuntimeError(f"a run that nothing disturbed failed: {tail(session.log)}")
     return out_dir
@@ -639,8 +682,6 @@ def case_of(template, other, place, kind, name, draw):
         sources = {"another step": pointer_of(older, place.with_name("older")), "another run": other}
     else:
         path, sources = pointed / name, dict(zip(BY_COPY, (older, another_run, older)))
-    if kind.endswith("agrees"):  # nothing points at it with a hash: the pointer's own would tell
-        (out_dir / "latest.json").unlink()
     return entry_of(path, kind, pointed) if damage(path, kind, draw, sources) else None
 
 
@@ -653,7 +694,8 @@ def verdict(template, entry):
     try:
         found = checkpoint.find(str(out_dir), "auto", lambda event, **row: events.append({"event": event, **row}), True)
     except ValueError as error:
-        return "refused" if path.name == "latest.json" else f"missed: it would not go on: {error}"
+        named = (path.name, entry.kind) == ("latest.json", "another run") and "latest.json is of run" in str(error)
+        return "refused" if named else f"missed: it would not go on: {error}"
     if not any(notices(row, entry) for row in events):
         before = read_json(template / path.name).items() if path.name == "latest.json" else ()
         return f"missed: no event names it: {events} {[item for item in before if item not in entry.content.items()]}"
@@ -677,38 +719,82 @@ def checks_off(template):
         yield
 
 
-@contextlib.contextmanager
-def hashes_off():
-    """Control: a file's hash and size are what its manifest says."""
-    import checkpoint
-    real = checkpoint.sha256, os.path.getsize
+# {check of checkpoint.py: (its function, the piece of the source that is the check, what switches it off)}
+CHECKS = {
+    "hash": ("verify", ', ("sha256", sha256))', ",)"),
+    "size and hash": ("verify", '(("bytes", os.path.getsize), ("sha256", sha256))', "()"),
+    "listing": ("verify", "sorted(there ^ listed.keys())", "()"),
+    "step in a header": ("verify", 'found in (None, str(manifest["step"]))', "True"),
+    "step in a folder's name": ("verify", 'not named or int(named[1]) == manifest["step"]', "True"),
+    "step in trainer.json": ("verify", '("run", "step")', '("run",)'),
+    "cursor": ("verify", 'windows * settings["block_size"] == tokens == step * settings["batch_tokens"]', "True"),
+    "manifest's hash in the pointer": ("verify", "manifest_sha256 is not None", "False"),
+    "pointer against trainer.json": ("newest", "if pointed.get(key, value) != value", "if False"),
+    "commit in the pointer": ("pointer", 'not re.fullmatch("|[0-9a-f]{40}", found["commit"])', "False")}
 
-    def listed(path, key, otherwise):
-        files = read_json(Path(path).parent / "manifest.json").get("files", [])
-        return next((row[key] for row in files if row["name"] == Path(path).name), None) or otherwise(path)
-    with mock.patch.object(checkpoint, "sha256", lambda path: listed(path, "sha256", real[0])), \
-            mock.patch.object(os.path, "getsize", lambda path: listed(path, "bytes", real[1])):
+
+@contextlib.contextmanager
+def check_off(check):
+    """Control: checkpoint.py with one check replaced in its source, and nothing else."""
+    import checkpoint
+    name, piece, instead = CHECKS[check]
+    source = inspect.getsource(getattr(checkpoint, name))
+    if source.count(piece) != 1:
+        raise ValueError(f"checkpoint.py, {name}: the check {check!r} is not {piece!r} any more")
+    with mock.patch.object(checkpoint, name, getattr(checkpoint, name)):  # puts it back
+        exec(source.replace(piece, instead), vars(checkpoint))
         yield
 
 
+def fault_for(check, template, place, draw):
+    """A copy of a run folder with a fault that this check alone can tell: what is to be noticed there."""
+    older, pointed = folders(copy_of(template, place))[-2:]
+    if check == "step in a folder's name":
+        shutil.rmtree(pointed)
+        shutil.copytree(older, pointed)
+        (place / "latest.json").unlink()
+        return entry_of(pointed / "manifest.json", check, pointed)
+    with_field = lambda **fields: lambda data: json.dumps(json.loads(data) | fields, indent=1).encode()
+    name, fault = {
+        "hash": (TENSORS[0], lambda data: edited(data, draw)), "size and hash": ("model.json", lambda data: data[:-9]),
+        "listing": ("more.json", None), "step in a header": (TENSORS[1], None), "step in trainer.json":
+        ("trainer.json", None), "cursor": ("trainer.json", with_field(windows=1)),
+        "manifest's hash in the pointer": ("manifest.json", with_field(note="")),
+        "pointer against trainer.json": ("latest.json", with_field(nonce="0")),
+        "commit in the pointer": ("latest.json", with_field(commit="0"))}[check]
+    path = place / name if name == "latest.json" else pointed / name
+    if check == "listing":
+        path.write_text("{}")
+    else:
+        replace(path, fault(path.read_bytes()) if fault else (older / name).read_bytes())
+    if check in ("step in a header", "step in trainer.json", "cursor"):
+        agree(path)
+    return entry_of(path, check, pointed)
+
+
+def check_alone(check, template, place, draw):
+    """Whether a check tells its fault, and nothing does once it is off."""
+    told = verdict(template, fault_for(check, template, place, draw))
+    with check_off(check):
+        untold = verdict(template, fault_for(check, template, place, draw))
+    return told == "found" and untold.startswith("missed: no event")
+
+
 def in_bulk(result, template, other, place, seed, each):
-    """`each` damages of every kind to every kind of file, and the controls of every cell."""
+    """`each` damages of every kind to every kind of file, and the controls: of every check, and of every cell."""
     draw = random.Random(f"bulk {seed}")
     with mock.patch.object(os, "fsync", lambda fd: None):  # no power is cut here
+        for check in CHECKS:
+            result.controls[f"check off: {check}"] = check_alone(check, template, place, draw)
         for kind, name in ((kind, name) for kind in KINDS for name in FILES):
             case = functools.partial(case_of, template, other, place, kind, name, draw)
             for _ in range(each):
                 if entry := case():
                     note_damage(result, kind, name, verdict(template, entry))
-            if (kind, name) not in result.cells:
-                continue
-            off = {"all checks": checks_off(template)}
-            if kind == "edited number" and name in TENSORS:  # of all damage the one that only a hash can tell
-                off["hashes"] = hashes_off()
-            for label, switch in off.items():
+            if (kind, name) in result.cells:
                 entry = case()
-                with switch:
-                    result.controls[f"{label} off: {kind}, {name}"] = verdict(template, entry).startswith("missed: no")
+                with checks_off(template):
+                    result.bulk[f"{kind}, {name}"] = verdict(template, entry).startswith("missed: no")
     shutil.rmtree(place, ignore_errors=True)
 
 
@@ -738,6 +824,7 @@ def by_verify(template, other, place, seed, number):
 
 # -- controls that need sessions
 
+CONTROLLED = {"optimizer": "adamw"}  # sums of another number of ranks differ: reproducible is off
 EXPECTED = {"plain": "", "forget": "tensors", "order": "windows of", "dropout": "tensors", "ranks": "tensors"}
 
 
@@ -750,17 +837,17 @@ def resumed(base, place, settings, hooks="", ranks=2, kill_when=None, act=None):
         if act and wait(session, lambda: len(rows(place, "metrics")) > session.rows, SESSION_S, 0.005):
             act(session)
         if kill_when and wait(session, lambda: kill_when(place), SESSION_S):
-            strike([pid for pid, _ in members(session)])
+            end(session.mark)
         gone(session, SESSION_S)
     finally:
-        end(session)
+        end(session.mark)
     code = session.process.returncode
     return code, state_of(place, 20) if code == 0 else None
 
 
 def limit_files(session):
     """A disk that takes no weights any more."""
-    for pid, rank in members(session):
+    for pid, rank in members(session.mark):
         if rank == 0:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
 
@@ -770,17 +857,18 @@ def survivors(place, settings):
     session = start(place, settings | {"max_steps": 10**6}, 2, "deaf")  # it must not end by itself
     try:
         wait(session, lambda: len(rows(place, "metrics")) >= 3, SESSION_S, 0.005)
-        strike([pid for pid, rank in members(session) if rank is None])
+        strike(session.mark, [pid for pid, rank in members(session.mark) if rank is None])
         return not gone(session, 5)
     finally:
-        end(session)
+        end(session.mark)
 
 
 def session_controls(place, data, deadline):
-    """Runs the broken sessions for which there is time: {name: [exit status, state or None] or whether reported}."""
+    """Runs the broken sessions, the first two and those for which there is time: {name: reported; None: not run}."""
     place.mkdir()
-    settings = settings_of(*CONFIGS[0]) | {"data_dir": data, "checkpoint_interval": 4, "keep_checkpoints": 3}
+    settings = CONTROLLED | {"data_dir": data, "checkpoint_interval": 4, "keep_checkpoints": 3}
     base, found = place / "base", {}
+    reference = state_of(undisturbed(place / "reference", settings, 2, 20), 20)
     resumed(None, base, settings, kill_when=lambda out_dir: len(rows(out_dir, "metrics")) >= 13)
     half_there = lambda out_dir: not (folders(out_dir)[-1] / TENSORS[1]).exists()
     no_tensors = lambda out_dir: not folders(out_dir)[-1].joinpath(TENSORS[0]).stat().st_size > 100_000
@@ -792,9 +880,8 @@ def session_controls(place, data, deadline):
         first = functools.partial(resumed, base, place / name, settings, hooks, 2, kill_when, act)
         jobs[name] = lambda first=first, name=name: (first(), resumed(base, place / name, settings, "no-verify"))[1]
     for name, job in jobs.items():
-        if len(found) > 1 and time.monotonic() + 20 > deadline:
-            break
-        found[name] = job()
+        there_is_time = len(found) < 2 or time.monotonic() + 20 < deadline
+        found[name] = judge_control(name, job(), reference) if there_is_time else None
     return found
 
 
@@ -819,7 +906,7 @@ def timely(deadline, least_s, function, *arguments):
 def work(result, root, seed, minutes, began):
     """Everything of one invocation: references, controls, chains and damage, on as many lanes as there are cores."""
     deadline = began + 60 * minutes - 3
-    configs = CONFIGS[:max(1, int(0.9 * minutes))]
+    configs = random.Random(seed).sample(CONFIGS, len(CONFIGS))[:max(1, int(0.9 * minutes))]
     plans = [plan_of(seed, number, configs) for number in range(2 + int(4 * minutes))]
     result.plan = hashlib.sha256(json.dumps(plans).encode()).hexdigest()[:12]
     data, lanes = make_data(root), min(2, len(os.sched_getaffinity(0)))
@@ -843,7 +930,11 @@ def work(result, root, seed, minutes, began):
                                         root / f"verify-{plan['number']}", seed, plan["number"]))
             in_bulk(result, template, other, root / "bulk", seed, 60 if minutes >= 10 else max(2, int(5 * minutes)))
             for job in concurrent.futures.as_completed(jobs):
-                collect(result, job, references, controls)
+                collect(result, job, references, job is controls)
+        except BaseException:  # a signal, too: nobody waits for what is under way
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -854,13 +945,13 @@ def three_checkpoints(reference, place):
         name for name in names if name.startswith("step_") and int(name[5:]) < LAST - 2 * EVERY]))
 
 
-def collect(result, job, references, controls):
+def collect(result, job, references, is_controls):
     """Takes over what a job has found; a job that broke is a finding too."""
     try:
         found = job.result()
-        if job is controls:
-            reference = state_of(references[CONFIGS[0]].result(), 20)
-            result.controls |= {f"session: {name}": judge_control(name, one, reference) for name, one in found.items()}
+        if is_controls:
+            result.controls |= {f"session: {name}": told for name, told in found.items() if told is not None}
+            result.not_run += [f"session: {name}" for name, told in found.items() if told is None]
         elif isinstance(found, list):
             for kind, name, verdict_ in found:
                 note_damage(result, kind, name, verdict_)
@@ -897,23 +988,28 @@ def collect_chain(result, chain, references):
 
 def show(result):
     """The tables."""
-    tally = result.tally
+    tally, kills = result.tally, result.tally["kills"]
     print("chain  optimizer  ranks  sessions  kills  damages  redone  end step  hash          equal  windows equal")
     print("\n".join(result.lines), "\n", sep="")
     for title in ("phase", "target", "ranks", "pass", "saves", "disk", "ended", "damage"):
         found = {key.partition(": ")[2]: count for key, count in sorted(tally.items()) if key.startswith(f"{title}: ")}
-        total = f"  of {tally['kills']} kills" if title in ("phase", "target", "ranks", "pass", "saves") else ""
+        total = {"disk": "  (full in the tensor files)", "ended": "", "damage": ""}.get(title, f"  of {kills} kills")
         print(f"{title:8}" + "".join(f"  {name} {count}" for name, count in found.items()) + total)
+    in_save, cut = sum(tally[f"phase: {name}"] for name in IN_SAVE), tally["saves cut off"]
+    print(f"inside a save: {in_save} of {kills} kills ({in_save / max(1, kills):.0%}); of rank 0 itself, with a half-"
+          f"done save on disk afterwards: {cut} ({cut / max(1, kills):.0%})")
     print(f"\n{'damages':28}" + "".join(f"{name.partition('.safe')[0]:>15}" for name in FILES))
     for kind in KINDS:
         print(f"{kind:28}" + "".join(f"{result.cells.get((kind, name), '-'):>15}" for name in FILES))
     print(f"by a session {tally['damages by session']}, by checkpoint.py verify {tally['damages by verify']}; "
-          f"missed {len(result.missed)}\n")
+          f"missed {len(result.missed)}\nfell back: the pointer's hash was hit, so its checkpoint cannot be told from "
+          "a damaged one and the older one is taken; refused: the pointer is another run's, and no run starts\n")
     for name, reported in sorted(result.controls.items()):
-        if "checks" not in name or not reported:
-            print(f"control: {name}: {'reported' if reported else 'SILENT'}")
-    print(f"control: all checks off, for each cell of the table above: "
-          f"{sum(value for name, value in result.controls.items() if 'checks' in name)} reported")
+        print(f"control: {name}: {'reported' if reported else 'SILENT'}")
+    for name in result.not_run:
+        print(f"control: {name}: not run")
+    print(f"controls in bulk, all checks off, for each cell of the table above: {sum(result.bulk.values())} of "
+          f"{len(result.bulk)} reported\n")
 
 
 def summary_of(result, seed, minutes, began):
@@ -923,14 +1019,18 @@ def summary_of(result, seed, minutes, began):
     return {
         "bench": "chaos", "seed": seed, "plan": result.plan, "minutes": minutes, "kills": tally["kills"],
         "in_save": in_save, "in_save_share": round(in_save / max(1, tally["kills"]), 3),
+        "in_save_cut": tally["saves cut off"],
+        "in_save_cut_share": round(tally["saves cut off"] / max(1, tally["kills"]), 3),
         "later_pass": tally["pass: later"], "damages": sum(result.cells.values()),
         "damages_by_session": tally["damages by session"], "damages_by_verify": tally["damages by verify"],
         "disk_full": tally["disk: lift"] + tally["disk: stay"], "world_changes": tally["world changes"],
         "sessions": tally["sessions"], "chains": tally["chains"], "chains_equal": tally["chains equal"],
         "steps_redone": sum(result.redone), "most_steps_redone": max(result.redone, default=0),
         "longest_recovery_s": round(max(result.recoveries, default=0), 1), "missed": len(result.missed),
-        "unequal": len(result.unequal), "controls": len(result.controls),
-        "controls_silent": sum(not reported for reported in result.controls.values()),
+        "refused": tally["damage: refused"], "fell_back": tally["damage: fell back"],
+        "unequal": len(result.unequal), "controls": len(result.controls), "controls_bulk": len(result.bulk),
+        "controls_silent": sum(not told for told in (*result.controls.values(), *result.bulk.values())),
+        "controls_not_run": len(result.not_run),
         "python": platform.python_version(), "torch": torch.__version__, "cores": len(os.sched_getaffinity(0)),
         "wall_s": round(time.monotonic() - began, 1)}
 
@@ -941,19 +1041,22 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     asked, began = parser.parse_args(), time.monotonic()
     print(f"python bench/chaos.py --minutes {asked.minutes:g} --seed {asked.seed}", flush=True)
-    root = Path(tempfile.mkdtemp(prefix="chaos-"))
-    result = SimpleNamespace(tally=Counter(), cells=Counter(), missed=[], unequal=[], controls={}, recoveries=[],
-                             redone=[], lines=[], plan="")
+    result = SimpleNamespace(tally=Counter(), cells=Counter(), missed=[], unequal=[], controls={}, bulk={}, not_run=[],
+                             recoveries=[], redone=[], lines=[], plan="")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of every `finally`
+    root = Path(tempfile.mkdtemp(prefix="chaos-"))
+    os.environ["CHAOS_BENCH"] = str(root)
     try:
         work(result, root, asked.seed, asked.minutes, began)
     except BaseException:  # whatever ends the bench, a half-done result is none
+        end(f"CHAOS_BENCH={root}")
         shutil.rmtree(root)
         raise
     show(result)
     found = summary_of(result, asked.seed, asked.minutes, began)
-    silent = [f"control {name} was not reported" for name, reported in result.controls.items() if not reported]
-    reasons = result.missed + result.unequal + silent
+    silent = [name for name, told in (result.controls | result.bulk).items() if not told]
+    wanted = result.not_run if asked.minutes >= 10 else []
+    reasons = [*result.missed, *result.unequal, *(f"control {name} was not reported" for name in silent + wanted)]
     for reason in reasons:
         print(f"FAILED: {reason}")
     print(f"kept: {root}" if reasons else f"{found['chains_equal']} chains equal to the bit; "

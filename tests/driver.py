@@ -169,7 +169,7 @@ def run_ranks(world_size, folder, *jobs):
     if world_size == 1:
         return [[session(words, **patches)] for words, patches in jobs]
     group, found = start_ranks(world_size, folder, *jobs), []
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + LIMIT_S + 10 * len(jobs)
     for _ in jobs:
         found.append([])
         for _, answers in group:
@@ -190,6 +190,7 @@ def start_command(log, *words, ranks=0):
     """Starts train.py, under torchrun where `ranks` are given; its output goes to the file `log`."""
     front = [TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_WORDS}
+    environment["TMPDIR"] = str(Path(log).parent)  # torchrun leaves folders there when it is killed
     with open(log, "ab") as file:
         process = subprocess.Popen([*front, "train.py", *words], cwd=ROOT, stdout=file, stderr=file,
                                    env=environment)

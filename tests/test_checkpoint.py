@@ -334,7 +334,7 @@ def test_a_kill_anywhere_in_prune_and_rollback(tmp_path):
         checkpoint.prune(out_dir, RUN, 1, Events())
 
     def rollback(out_dir):
-        checkpoint.rollback(out_dir, 20, Events())
+        checkpoint.rollback(out_dir, "step_00000020", Events())
 
     for act, allowed in ((prune, {40}), (rollback, {20, 40})):
         folder = tmp_path / act.__name__
@@ -666,7 +666,7 @@ def test_other_runs_are_left_alone(two, events):
     truncated("model.safetensors", 0)(folder_of(two, 20))
     assert checkpoint.newest(two, events)[1]["step"] == 10
     checkpoint.prune(two, RUN, 1, events)
-    checkpoint.rollback(two, 10, events)
+    checkpoint.rollback(two, "step_00000010", events)
     assert names(two) == ["step_00000010", "step_00000015", "step_00000020.damaged-1", "step_00000040"]
 
 
@@ -684,7 +684,7 @@ def test_several_runs_without_a_pointer_is_an_error_that_names_them(two, events)
     (two / "latest.json").unlink()
     with pytest.raises(ValueError, match="run-a.*run-b.*rollback"):
         checkpoint.newest(two, events)
-    checkpoint.rollback(two, 20, events)
+    checkpoint.rollback(two, "step_00000020", events)
     assert checkpoint.newest(two, events)[1]["step"] == 20
     assert names(two) == ["step_00000010", "step_00000020", "step_00000030"]
 
@@ -789,7 +789,7 @@ def test_clean_removes_only_temporaries(two):
 def test_rollback_abandons_later_folders_and_points_back(two, events):
     save(two, 30)
     save(two, 40)
-    folder, trainer = checkpoint.rollback(two, 20, events)
+    folder, trainer = checkpoint.rollback(two, "step_00000020", events)
     assert folder == folder_of(two, 20) and trainer["step"] == 20
     assert names(two)[:2] == ["step_00000010", "step_00000020"]
     assert names(two)[2:] == ["step_00000030.abandoned", "step_00000040.abandoned"]
@@ -797,24 +797,24 @@ def test_rollback_abandons_later_folders_and_points_back(two, events):
                                     "abandoned": ["step_00000030.abandoned", "step_00000040.abandoned"]})]
     assert checkpoint.newest(two, events)[1]["step"] == 20
     save(two, 30)
-    checkpoint.rollback(two, 20, events)
+    checkpoint.rollback(two, "step_00000020", events)
     assert names(two)[2:] == [
         "step_00000030.abandoned", "step_00000030.abandoned-1", "step_00000040.abandoned"]
 
 
 def test_rollback_refuses_what_is_missing_or_damaged(two, events):
     with pytest.raises(ValueError, match="no step_00000015.*step_00000020, step_00000010"):
-        checkpoint.rollback(two, 15, events)
+        checkpoint.rollback(two, "step_00000015", events)
     missing("model.safetensors")(folder_of(two, 10))
     with pytest.raises(checkpoint.Damaged, match="step_00000010: model.safetensors"):
-        checkpoint.rollback(two, 10, events)
+        checkpoint.rollback(two, "step_00000010", events)
     assert names(two) == ["step_00000010", "step_00000020"] and not events
     assert checkpoint.pointer(two)["step"] == 20
 
 
 def test_rollback_takes_a_whole_folder_where_the_pointer_is_damaged(two, events):
     (two / "latest.json").write_text("{")
-    assert checkpoint.rollback(two, 10, events)[1]["step"] == 10
+    assert checkpoint.rollback(two, "step_00000010", events)[1]["step"] == 10
     assert checkpoint.newest(two, events)[1]["step"] == 10
 
 

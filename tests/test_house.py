@@ -487,14 +487,15 @@ def test_sizes_hold(name, most):
     assert len(text(name).splitlines()) <= most
 
 
-@pytest.mark.parametrize("name", [name for name in CODE if name != "bench/checkpoint.py"])  # it measures torch.save
+@pytest.mark.parametrize("name", CODE)
 def test_nothing_is_pickled(name):
     loads = r"pickle|marshal|shelve|joblib|\bdill\b|torch\.(load|save)\("
+    measured = {"bench/checkpoint.py": "torch.save(saver.live, file)"}.get(name, "nothing")  # to compare with
     wrong = [f"{i}: {line.strip()}" for i, line in enumerate(text(name).splitlines(), 1)
-             if re.search(loads, line)]
+             if re.search(loads, line.replace(measured, ""))]
     never = {"torch.load", "torch.save", "np.load", "numpy.load"}
     wrong += [f"{node.lineno}: {ast.unparse(node)}" for node in ast.walk(tree(name))
-              if isinstance(node, ast.Attribute) and ast.unparse(node) in never]
+              if isinstance(node, ast.Attribute) and ast.unparse(node) in never and ast.unparse(node) not in measured]
     wrong += [f"{module} is imported" for module in imported(name) & never]
     assert not wrong, wrong
 

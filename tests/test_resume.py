@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 
+import train
 from conftest import append_shard, write_data
-from driver import (assert_same, before_step, by_step, checkpoints, end_state, events, kill, pointed,
+from driver import (assert_same, before_step, by_step, end_state, events, kill, pointed,
                     reached, rows, run_ranks, session, signal_self, start_command, start_ranks, status,
-                    step_of, train_step, wait_for, words_of)
+                    train_step, wait_for, words_of)
 
 MODERN = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "qk_norm": True,
           "value_residual": True, "n_kv_head": 1, "logit_cap": 15, "tie_embeddings": False}
@@ -76,6 +77,43 @@ def test_every_world_size_takes_the_same_windows_and_agrees_in_loss(matrix, alon
     assert_close(matrix / "adamw" / "stopped", alone)
 
 
+# -- the same bits at any world size
+
+@pytest.fixture(scope="module")
+def reproducible(tmp_path_factory, data):
+    """NAME/alone: one rank, never stopped; NAME/moved: sessions of 4, 1, 2 and 4 ranks."""
+    folder = tmp_path_factory.mktemp("reproducible")
+    for name in ("adamw", "muon"):
+        words = functools.partial(words_of, data_dir=data, dropout=0.1, reproducible=True, eval_interval=6,
+                                  **CELLS[name])
+        assert session(words(folder / name / "alone"))[0] == 0
+        for world_size, steps in ((4, 3), (1, 2), (2, 3), (4, 0)):
+            (ranks,) = run_ranks(world_size, folder, (words(folder / name / "moved", stop_after_steps=steps), {}))
+            assert [code for code, _ in ranks] == [0] * world_size, ranks
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_reproducible_run_has_the_same_bits_whichever_way_its_ranks_change(reproducible, name):
+    assert_same(reproducible / name / "moved", reproducible / name / "alone")
+    found = events(reproducible / name / "moved", "start")
+    assert [(row["world_size"], row["threads"]) for row in found] == [(4, 1), (1, 1), (2, 1), (4, 1)]
+
+
+def test_a_reproducible_run_computes_with_one_thread(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(train.preflight, "threads_of", lambda *_: 3)
+    for reproducible, threads in ((False, 3), (True, 1)):
+        out_dir = tmp_path / str(reproducible)
+        assert session(words_of(out_dir, data, reproducible=reproducible, max_steps=1))[0] == 0
+        assert events(out_dir, "start")[0]["threads"] == threads
+
+
+def test_a_number_of_ranks_that_cannot_share_the_sum_is_refused(tmp_path, data):
+    (ranks,) = run_ranks(3, tmp_path, (words_of(tmp_path / "run", data, reproducible=True), {}))
+    assert [code for code, _ in ranks] == [2, 2, 2]
+    assert "4 micro-batches of a step in 4 equal blocks, which 3 ranks cannot share; 1 or 2 or 4 can" in ranks[0][1]
+
+
 # -- kills
 
 @pytest.mark.parametrize("world_size, optimizer", [(1, "adamw"), (2, "muon"), (3, "adamw"), (4, "muon")])
@@ -93,7 +131,7 @@ def test_a_run_that_was_killed_again_and_again_has_the_bits_of_one_that_was_not(
         wait_for(lambda: reached(tmp_path / "killed") >= before + 5, *group)
         kill(*group)
     assert status(tmp_path / "killed")[0] == "running"
-    end = max(step_of(name) for name in checkpoints(tmp_path / "killed") if name.startswith("step_")) + 4
+    end = reached(tmp_path / "killed") + 4  # beyond what any session has on record
     for ranks in run_ranks(world_size, tmp_path, (endless(tmp_path / "killed", max_steps=end), {}),
                            (endless(tmp_path / "straight", max_steps=end), {})):
         assert [code for code, _ in ranks] == [0] * world_size, ranks

@@ -365,11 +365,11 @@ def test_the_tree_of_a_reproducible_step_is_the_documented_one():
     draw = torch.Generator().manual_seed(3)
     leaves = [torch.randn(64, generator=draw) * 10.0**size for size in (0, 3, -3, 5, 1, 6, -2, 4)]
     for blocks in (1, 2, 4, 8):
-        flat, sums = torch.zeros(64), []
+        flat, sums, spare = torch.zeros(64), [], []
         for done, leaf in enumerate(leaves, start=1):
             flat += leaf
             if done * blocks % 8 == 0:
-                train.close_block(flat, sums, done * blocks // 8)
+                train.close_block(flat, sums, spare, done * blocks // 8)
         parts = []
         for first in range(0, 8, 8 // blocks):
             part = leaves[first].clone()
@@ -379,6 +379,7 @@ def test_the_tree_of_a_reproducible_step_is_the_documented_one():
         while len(parts) > 1:
             parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
         assert torch.equal(sums.pop(), parts[0]) and not sums and not flat.any()
+        assert len(spare) < max(1, blocks.bit_length()), "memory for one partial sum a level"
 
 
 def test_the_plain_sum_is_not_that_of_the_tree():

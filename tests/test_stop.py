@@ -80,7 +80,7 @@ def test_signals_in_any_phase_end_in_a_whole_checkpoint_of_a_whole_step(signalle
         assert [code for code, _ in ranks] == [0, 0], ranks
     assert f"stopped (signal) at step {step} of 12" in answers[job][0][1]
     (stop,) = events(out_dir, "signal")
-    assert stop["name"] in (*names, "") and stop["step"] == step
+    assert set(stop["name"].split()) <= set(names) and stop["name"] and stop["step"] == step
     saves = [row["checkpoint"] for row in events(out_dir, "save") if row["session"] == 1]
     assert saves[-1] == f"step_{step:08d}"
     assert_same(out_dir, folder / "straight", *["best_val_loss"] * (phase == "evaluation"))  # it was not made
@@ -102,7 +102,8 @@ def start_torchrun(log, *words, ranks=2, options=(), script="train.py"):
     """torchrun as the leader of a process group of its own, as a shell starts it."""
     with open(log, "ab") as file:
         process = subprocess.Popen([TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *options, script, *words],
-                                   cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+                                   cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+                                   env=os.environ | {"TMPDIR": str(log.parent)})
     processes.append(process)
     return process
 
@@ -146,6 +147,60 @@ def test_a_signal_to_torchruns_whole_group_and_its_ranks_ends_in_a_whole_checkpo
     assert not (out_dir / "errors").exists(), (tmp_path / "log").read_text()
 
 
+WAITING = """
+import os, pathlib, sys, time
+sys.path.insert(0, {root!r})
+import checkpoint, configurator, train
+
+def wait_at(holder, name, folder=pathlib.Path({folder!r}), left=[{number}]):
+    real = getattr(holder, name)
+
+    def function(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            (folder / f"here-{{os.environ['RANK']}}").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return real(*arguments, **keywords)
+    setattr(holder, name, function)
+
+configurator.configure(vars(train), sys.argv[1:])
+wait_at({holder}, {name!r})
+train.main()
+"""
+
+
+@pytest.mark.parametrize("name, phase, holder, number, ranks", [
+    ("SIGTERM", "write", "checkpoint", 2, 1), ("SIGINT", "evaluate", "train", 2, 2),
+    ("SIGUSR1", "load_state", "train", 1, 2), ("SIGTERM", "seed_device", "train", 4, 2)])
+def test_a_signal_to_torchrun_in_any_phase_ends_in_a_whole_checkpoint(tmp_path, data, name, phase, holder, number,
+                                                                      ranks):
+    """The ranks (rank 0 alone where it writes) are held in that phase until the signal is through, sent twice."""
+    script, out_dir = tmp_path / "held.py", tmp_path / "run"
+    script.write_text(WAITING.format(root=str(ROOT), folder=str(tmp_path), holder=holder, name=phase, number=number))
+    words = words_of(out_dir, data, dropout=0.1, eval_interval=3)
+    torchrun = start_torchrun(tmp_path / "log", *words, options=CAUGHT, script=script)
+    wait_for(lambda: len(list(tmp_path.glob("here-*"))) == ranks, torchrun)
+    pids = family(torchrun.pid)
+    for _ in range(2):
+        torchrun.send_signal(getattr(signal, name))
+    (tmp_path / "go").touch()
+    began = time.monotonic()
+    assert torchrun.wait(LIMIT_S) in (0, 1)
+    assert time.monotonic() - began < 25 and gone(pids)
+    state, reason, step = status(out_dir)
+    assert (state, reason) == ("stopped", "signal") and pointed(out_dir)[1]["step"] == step
+    for answers in run_ranks(2, tmp_path, (words, {}), (words_of(tmp_path / "straight", data, dropout=0.1,
+                                                                 eval_interval=3), {})):
+        assert [code for code, _ in answers] == [0, 0]
+    assert_same(out_dir, tmp_path / "straight", *["best_val_loss"] * (phase == "evaluate"))
+
+
+def test_the_seconds_that_are_promised():
+    """Spec of a stop: a step may take 10 s after a signal; a rank that hangs is given up after 10 minutes."""
+    assert (train.DROP_STEP_AFTER_S, train.RANK_TIMEOUT_S) == (10.0, 600)
+
+
 def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path, data):
     """SIGKILL tells the ranks nothing: they stop by themselves, in a whole checkpoint."""
     out_dir = tmp_path / "run"
@@ -181,7 +236,7 @@ def test_a_rank_that_hangs_ends_the_session_after_the_timeout(tmp_path, data):
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import configurator, train\n"
                       "configurator.configure(vars(train), sys.argv[1:])\n"
-                      "train.RANK_TIMEOUT_S = 3\n"
+                      "train.RANK_TIMEOUT_S = 12\n"
                       "train.main()\n")
     out_dir = tmp_path / "run"
     torchrun = start_torchrun(tmp_path / "log", *endless(out_dir, data), script=script)
@@ -189,7 +244,7 @@ def test_a_rank_that_hangs_ends_the_session_after_the_timeout(tmp_path, data):
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGSTOP)
     wait_for(lambda: not is_there(ranks[0]))
-    assert time.monotonic() - began < 3 + 12
+    assert time.monotonic() - began < 12 + 12
     assert "imed out" in (out_dir / "errors" / "rank_0.txt").read_text()
     assert status(out_dir)[0] == "failed" and pointed(out_dir)
     kill(torchrun)
