@@ -44,22 +44,25 @@ def main():
         subprocess.run([sys.executable, "data/prepare.py", "stdlib", "--out", f"{folder}/data"], cwd=ROOT, check=True,
                        stdout=subprocess.DEVNULL)
         for number in range(rounds):
-            for cell in CELLS:  # one after the other, so that a busy minute meets all of them
+            for cell in CELLS[::1 - 2 * (number % 2)]:  # there and back, so that a busy minute meets all of them
                 step_ms, digest = session(*cell, f"{folder}/data", f"{folder}/{number}-{cell[0]}-{cell[1]}")
                 times[cell].append(step_ms)
                 weights[cell].add(digest)
-    print(f"{'ranks':>5} {'plain ms':>10} {'reproducible ms':>16} {'ratio':>7} {'least':>7} {'most':>7}  weights")
+    print(f"{'ranks':>5} {'plain ms':>10} {'reproducible ms':>16} {'ratio of these':>14} {'of pairs':>9} {'least':>7} "
+          f"{'most':>7}  weights")
     rows = []
     for world_size in sorted({world_size for world_size, _ in CELLS}):
         plain, tree = times[world_size, False], times[world_size, True]
         ratios = [slow / fast for slow, fast in zip(tree, plain)]
+        of_medians = statistics.median(tree) / statistics.median(plain)
         rows.append({"ranks": world_size, "plain_ms": round(statistics.median(plain), 1),
                      "reproducible_ms": round(statistics.median(tree), 1), "ratio": round(statistics.median(ratios), 3),
+                     "ratio_of_medians": round(of_medians, 3),
                      "least": round(min(ratios), 3), "most": round(max(ratios), 3),
                      "weights": sorted(digest[:16] for digest in weights[world_size, True])})
         row = rows[-1]
-        print(f"{world_size:>5} {row['plain_ms']:>10} {row['reproducible_ms']:>16} {row['ratio']:>7} {row['least']:>7} "
-              f"{row['most']:>7}  {' '.join(row['weights'])}")
+        print(f"{world_size:>5} {row['plain_ms']:>10} {row['reproducible_ms']:>16} {row['ratio_of_medians']:>14} "
+              f"{row['ratio']:>9} {row['least']:>7} {row['most']:>7}  {' '.join(row['weights'])}")
     ends = {reproducible: len(set().union(*(weights[cell] for cell in CELLS if cell[1] == reproducible)))
             for reproducible in (False, True)}
     print(f"different weights over ranks and rounds: {ends[True]} with it, {ends[False]} without")
