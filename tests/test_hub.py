@@ -394,7 +394,7 @@ def test_a_pointer_that_this_session_leaves_on_purpose_is_moved_back(server, tmp
     out_dir = tmp_path / "run"
     pushed(server, out_dir, 4, 8, keep=9)
     over, _ = restored(out_dir, "step_00000004")
-    checkpoint.rollback(out_dir, 4, lambda event, **fields: None)
+    checkpoint.rollback(out_dir, "step_00000004", lambda event, **fields: None)
     with Session(out_dir, over=over) as session:
         assert session.push(folder_of(out_dir, 4)) and pointed_at(server) == (4, "a")
         assert session.push(save(out_dir, 8, lineage=(A, B)))
@@ -816,7 +816,7 @@ def test_pull_push_and_prune_by_hand(server, tmp_path, capsys):
     assert command(capsys, "pull", REPO, "--out", new)[0] == 0 and found(new) == ("step_00000012", "a")
     assert command(capsys, "prune", REPO, "--keep", 1)[0] == 0 and there(server) == ["step_00000012"]
     assert not leftovers(out_dir)
-    checkpoint.rollback(out_dir, 4, lambda *_, **__: None)
+    checkpoint.rollback(out_dir, "step_00000004", lambda *_, **__: None)
     shutil.rmtree(new)
     status, text = command(capsys, "push", REPO, "--out", out_dir)
     assert status == 1 and "does not descend" in text and pointed_at(server) == (12, "a")
