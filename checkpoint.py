@@ -433,7 +433,7 @@ def _run(out_dir, pointed):
 def find(out_dir, resume, report, writes):
     """(folder, trainer record) to go on from as `resume` asks, or None for a fresh start.
 
-    A named one is read in full; `rollback` then makes it the newest, once all else is known to fit. With `writes` off
+    A named one is read in full; `rollback` then makes it the newest, once settings and data are known to fit. With `writes` off
     nothing is repaired or moved: the named or pointed checkpoint is taken, else the newest whole one.
     """
     if resume.startswith("step_"):
@@ -491,7 +491,7 @@ class Saver:
         self.out_dir, self.run, self.live, self.keep, self.min_free_gb = Path(out_dir), run, live, keep, min_free_gb
         self.damage, self.report, self.say = damage, report, say
         self.saved_at = saved_at  # step of the checkpoint that is pointed at, -1 for none
-        self.written_at = -1  # step of the last folder that got its name
+        self.written_at = self.milestone_at = -1  # steps: of the last folder with its name, of the last milestone begun
         self.failures, self.cause = 0, ""  # saves that failed in a row, and why the last one did
         self.error = None  # why the run cannot go on
         sizes = [tensor.numel() for tensors in live.values() for tensor in tensors.values()]
@@ -522,6 +522,7 @@ class Saver:
         checkpoint = checkpoint and self.saved_at != step
         if not (checkpoint or milestone):
             return
+        self.milestone_at = step if milestone else self.milestone_at
         files = records()
         for file, tensors in self.live.items():
             for name, tensor in tensors.items():
@@ -550,13 +551,20 @@ class Saver:
 
         A save that fails is tried once more. Raises: as `wait`.
         """
-        if not futures.wait([self.saving], 60).done:
+        if not self.idle(60):
             return False
         self.wait()
+        milestone = milestone and self.milestone_at != step
         if self.saved_at != step or milestone:
             self.begin(step, nonce, records, True, milestone)
-            futures.wait([self.saving], 60)
-        return self.saving.done() and self.saved_at == step
+            if not self.idle(60):
+                return False
+            self.wait()
+        return self.saved_at == step
+
+    def idle(self, seconds):
+        """Whether no save is in flight, after so many seconds at most."""
+        return bool(futures.wait([self.saving], seconds).done)
 
     def close(self):
         """Wait for the save in flight, whatever ends the session."""
@@ -775,6 +783,8 @@ def make_room(out_dir, run, size, min_free_gb, report):
                       f"{size / 1e9:.3f} GB do not fit" + f" beside min_free_gb {min_free_gb}" * (min_free_gb > 0))
     while missing() > 0 and older:
         _prune(older.pop(), report)
+    if missing() > 0:  # what was deleted is linked elsewhere, or another process was faster
+        raise OSError(f"{out_dir} is on a disk that stays {missing() / 1e9:.3f} GB short of {size / 1e9:.3f} GB more")
 
 
 def prune(out_dir, run, keep, report):

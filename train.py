@@ -881,8 +881,11 @@ def main():
             control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device, interrupt)
             records = functools.partial(records_of, run, opt, model_record, settings, manifest, host, control,
                                         kind != "cpu")
-        # a failure that ranks share: they wait for rank 0's save in flight, or torchrun would kill it; told at once
-        at_exit.push(lambda _, error, __: from_rank_0(ranks, lambda: saver.close()) if type(error) is Failed else None)
+
+        def outlast_the_save(_, error, __):  # ranks that fail alike wait for rank 0's, or torchrun would kill it
+            while type(error) is Failed and not from_rank_0(ranks, lambda: saver.idle(60)):
+                pass
+        at_exit.push(outlast_the_save)
         at_exit.enter_context(journal.telling_errors())
         lag = STEPS_READ_LATE.get(kind, 0)
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent import futures
 
 import pytest
 import torch
@@ -291,6 +292,13 @@ def test_the_pointed_checkpoint_makes_no_room(tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == ["step_00000010"]
 
 
+def test_a_disk_that_stays_short_after_pruning_is_a_failed_save(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 20)
+    disk([SIZE - 1], monkeypatch)  # what is deleted is not given back
+    found = saved(tmp_path, 30)
+    assert [event for event, _ in found] == ["prune", "save_failed"] and "stays" in found[-1][1]["cause"]
+
+
 def test_a_milestone_keeps_min_free_gb_too(tmp_path, monkeypatch):
     disk([10**9], monkeypatch)
     saves, found = saver(tmp_path, live_tensors(), min_free_gb=2.0)
@@ -342,6 +350,41 @@ def test_the_last_save_is_tried_twice(words, tmp_path, monkeypatch):
     ok(words())
     assert [row["step"] for row in events(tmp_path / "run", "save_failed")] == [12]
     assert pointed(tmp_path / "run")[1]["step"] == 12
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_last_milestone_that_takes_longer_than_a_look_is_begun_once(tmp_path, monkeypatch, fails):
+    """`finish` is asked again and again while it is written, and then is through, whatever became of it."""
+    write, waits, begun = checkpoint.write, futures.wait, []
+
+    def written(*arguments):
+        begun.append(arguments[-1])
+        if arguments[-1] == "milestones" and fails:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", written)
+    saves, found = saver(tmp_path, live_tensors())
+    looks = []
+
+    def impatient(pending, seconds):
+        looks.append(seconds)
+        return waits(pending, 0 if len(looks) == 2 else LIMIT_S)  # not through at the second look
+
+    monkeypatch.setattr(checkpoint.futures, "wait", impatient)
+    answers = [saves.finish(10, "n1", records(10), True) for _ in range(2)]
+    saves.close()
+    assert answers[-1] and begun.count("milestones") == 1 and looks[0] == 60
+    assert [event for event, _ in found] == ["save", "save_failed" if fails else "save"]
+
+
+def test_an_error_after_the_pointer_has_moved_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "holds", lambda *_: boom())
+    saves, _ = saver(tmp_path, live_tensors())
+    with pytest.raises(RuntimeError, match="boom"):
+        saves.finish(10, "n1", records(10), True)
+    saves.close()
+    assert checkpoint.pointer(tmp_path)["step"] == 10
 
 
 def test_a_folder_that_could_not_be_pointed_at_is_not_written_again(words, tmp_path, monkeypatch):
