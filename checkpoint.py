@@ -433,8 +433,8 @@ def _run(out_dir, pointed):
 def find(out_dir, resume, report, writes):
     """(folder, trainer record) to go on from as `resume` asks, or None for a fresh start.
 
-    A named one is read in full; `rollback` then makes it the newest, once settings and data are known to fit. With `writes` off
-    nothing is repaired or moved: the named or pointed checkpoint is taken, else the newest whole one.
+    A named one is read in full; `rollback` then makes it the newest, once settings and data are known to fit. With
+    `writes` off nothing is repaired or moved: the named or pointed one is taken, else the newest whole one.
     """
     if resume.startswith("step_"):
         return named(out_dir, resume)
