@@ -369,6 +369,9 @@ def newest(out_dir, report):
         except Damaged as error:
             damaged[folder] = str(error)
             continue
+        if is_pointed and (wrong := [key for key, value in (trainer | {"nonce": trainer["lineage"][-1][0]}).items()
+                                     if pointed.get(key, value) != value]):
+            damaged[out_dir / "latest.json"] = f"{folder.name} has another {' and '.join(wrong)}"
         if not pointed or trainer["step"] <= pointed["step"]:
             found = folder, trainer
             break
@@ -388,11 +391,7 @@ def newest(out_dir, report):
     if not pointed or pointed["step"] != trainer["step"]:
         report("adopt" if not pointed or pointed["step"] < trainer["step"] else "pointer",
                checkpoint=folder.name, pointed=pointed["checkpoint"] if pointed else "")
-    elif wrong := [key for key, value in (trainer | {"nonce": trainer["lineage"][-1][0]}).items()
-                   if pointed.get(key, value) != value]:
-        report("damaged", checkpoint="latest.json", cause=f"{folder.name} has another {' and '.join(wrong)}")
-        _set_aside(out_dir / "latest.json", "damaged")
-    else:
+    elif out_dir / "latest.json" not in damaged:
         return found
     point(out_dir, folder, trainer["lineage"][-1][0])
     return found

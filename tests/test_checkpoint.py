@@ -521,6 +521,16 @@ def test_a_pointer_that_says_what_point_never_wrote_is_reported(two, events, cha
     assert checkpoint.pointer(two)["nonce"] == "n1" and (two / "latest.json.damaged-1").exists()
 
 
+def test_a_damaged_pointer_is_reported_where_a_newer_checkpoint_takes_its_place_too(two, events):
+    """After a kill between rename and pointer: what it says is not used, and is told all the same."""
+    save(two, 30, lineage=(("n1", 0), ("n2", 20)), point=False)
+    edit_json(two / "latest.json", nonce="n7")
+    assert checkpoint.newest(two, events)[1]["step"] == 30
+    assert [fields["checkpoint"] for fields in events.named("damaged")] == ["latest.json"]
+    assert [fields["pointed"] for fields in events.named("adopt")] == ["step_00000020"]
+    assert checkpoint.pointer(two)["step"] == 30 and (two / "latest.json.damaged-1").exists()
+
+
 def test_every_flipped_bit_of_a_manifest_is_found(two):
     path = folder_of(two, 20) / "manifest.json"
     for position in range(path.stat().st_size):
