@@ -36,7 +36,7 @@ for line in sys.stdin:
         names["result"] = None
         exec(json.loads(line), names)
         answer = {"result": names["result"]}
-    except Exception as error:
+    except Exception as error:  # whatever the client raises is the answer
         chain = [error, error.__cause__, error.__context__]
         codes = [part.response.status_code for part in chain if getattr(part, "response", None) is not None]
         answer = {"error": type(error).__name__, "code": (codes + [None])[0], "text": str(error)}
@@ -246,7 +246,7 @@ head = api.repo_info("me/run").sha
 def write(i):
     try:
         return api.create_commit("me/run", [Add("a", b"%d" % i)], commit_message=f"{i}", parent_commit=head).oid
-    except Exception as error:
+    except Exception as error:  # refused, with a status to count
         return error.response.status_code
 with ThreadPoolExecutor(8) as pool:
     answers = list(pool.map(write, range(8)))
