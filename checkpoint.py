@@ -209,6 +209,15 @@ def read(folder, name, wanted):
     return tensors
 
 
+def read_all(folder, parameters, state):
+    """The tensors of a folder ('': none) for a model's parameters and, unless it is {}, an optimizer's state.
+
+    Raises: as `read`.
+    """
+    weights = read(folder, "model.safetensors", parameters) if folder else {}
+    return weights | (read(folder, "optimizer.safetensors", state) if state else {})
+
+
 def check_init(folder, model, wanted_sha256):
     """Check that init_from ('': nothing is taken) is a folder with whole weights of a model of these settings.
 
@@ -486,13 +495,16 @@ class Saver:
     of fresh memory costs several times the copy.
     """
 
-    def __init__(self, out_dir, run, live, keep, min_free_gb, damage, report, say, *, saved_at, touch):
+    def __init__(self, out_dir, run, live, keep, min_free_gb, damage, report, say, pusher=None, *, saved_at,
+                 touch):
+        self.pusher = pusher or None  # of hub.py, where checkpoints go to the Hub
         self.out_dir, self.run, self.live, self.keep, self.min_free_gb = Path(out_dir), run, live, keep, min_free_gb
         self.damage, self.report, self.say = damage, report, say
         self.saved_at = saved_at  # step of the checkpoint that is pointed at, -1 for none
         self.written_at = self.milestone_at = -1  # steps: of the last folder with its name, of the last milestone begun
         self.failures, self.cause = 0, ""  # saves that failed in a row, and why the last one did
         self.error = None  # why the run cannot go on
+        self.ended = False  # whether `pushed` was called
         sizes = [tensor.numel() for tensors in live.values() for tensor in tensors.values()]
         self.memory = torch.empty(sum(sizes))
         self.seconds = self.memory.nbytes / 100e6  # a save takes until it is durable; before the first one, a guess
@@ -511,16 +523,18 @@ class Saver:
 
     def begin(self, step, nonce, records, checkpoint, milestone):
         """Take a snapshot of this step and let the thread write it, after the save in flight, as a checkpoint (once a
-        step), a milestone or both.
+        step), a milestone or both. Call until it is True: a save that waits for the Hub at the disk's floor takes long.
 
         records() is called now, for a function that the thread calls for {file name: JSON object}, with True where
         they are for a checkpoint. Raises: as `wait`.
         """
         began = time.perf_counter()
+        if not self.idle(60):
+            return False
         self.wait()
         checkpoint = checkpoint and self.saved_at != step
         if not (checkpoint or milestone):
-            return
+            return True
         self.milestone_at = step if milestone else self.milestone_at
         files = records()
         for file, tensors in self.live.items():
@@ -531,19 +545,27 @@ class Saver:
             copied.record()
         stall_s = time.perf_counter() - began
         self.saving = self.thread.submit(self._save, step, nonce, files, checkpoint, milestone, copied, began, stall_s)
+        return True
 
     def wait(self):
-        """Wait for the save in flight. Raises: what the thread met that ends the run; Failed for damaged data."""
+        """Wait for the save in flight. Raises: what the thread met that ends the run; Failed for damaged data, or where
+        another session has taken the run over on the Hub."""
         self.saving.result()
         if self.error:
             raise self.error
+        if self.pusher and self.pusher.overtaken:
+            raise Failed(self.pusher.overtaken, "hub")
         if damage := self.damage():
             self.report("damaged", cause=damage)
             raise Failed(damage)
 
-    def wishes(self):
-        """Of train.py's REQUESTS, those that `wait` has an answer to."""
-        return ["data"] * bool(self.damage()) + ["save"] * bool(self.error)
+    def wishes(self, session_ends, more_s):
+        """Of train.py's REQUESTS: those that `wait` has an answer to; 'minutes' where by the clock there would be no
+        time left after `more_s` seconds for a save in flight, the last one, and their pushes."""
+        push_s = self.pusher.exit_s(self.memory.nbytes) if self.pusher else 0.0
+        out_of_time = time.monotonic() + more_s + 2 * self.seconds + push_s > session_ends
+        ends = bool(self.error or self.pusher and self.pusher.overtaken)
+        return ["data"] * bool(self.damage()) + ["save"] * ends + ["minutes"] * out_of_time
 
     def finish(self, step, nonce, records, milestone=False):
         """Call until it is True: then this step is durable. A minute at most a call, since other ranks wait.
@@ -565,9 +587,23 @@ class Saver:
         """Whether no save is in flight, after so many seconds at most."""
         return bool(futures.wait([self.saving], seconds).done)
 
+    def pushed(self, in_time):
+        """Call until it is True: then what is to be pushed is safe on the Hub, or its time is over. A push after the
+        last evaluation takes that along, where there is time. Raises: as `wait`."""
+        if not self.pusher:
+            return True
+        if in_time and not self.ended:
+            self.pusher.offer(self.out_dir / "checkpoints" / f"step_{self.saved_at:08d}")
+        self.ended = True
+        done = self.pusher.settle()
+        self.wait()
+        return done
+
     def close(self):
         """Wait for the save in flight, whatever ends the session."""
         self.thread.shutdown()
+        if self.pusher:
+            self.pusher.close()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self.pinned = False
@@ -584,6 +620,8 @@ class Saver:
                 self._save_checkpoint(step, nonce, files, report, began, stall_s)
             if milestone:
                 self._save_milestone(step, files, report)
+            if checkpoint and self.pusher and self.saved_at == step:
+                self.pusher.offer(self.out_dir / "checkpoints" / f"step_{step:08d}")
         except Exception as error:  # `wait` raises it where training can answer
             self.error = error
 
@@ -591,7 +629,7 @@ class Saver:
         folder = self.out_dir / "checkpoints" / f"step_{step:08d}"
         try:
             if self.written_at != step:  # else it could not be pointed at, and is there
-                make_room(self.out_dir, self.run, self.memory.nbytes, self.min_free_gb, report)
+                self._make_room(self.memory.nbytes, report)
                 write(self.out_dir, step, self.held | files(True), self.run)
                 self.written_at = step
             if damage := self.damage():
@@ -612,6 +650,15 @@ class Saver:
         with contextlib.suppress(OSError, Damaged):  # what keeps its name is pruned after the next save
             prune(self.out_dir, self.run, self.keep, report)
 
+    def _make_room(self, size, report):
+        """`make_room`; a payload of the Hub holds the space of a checkpoint that is pruned, so its push comes first."""
+        try:
+            make_room(self.out_dir, self.run, size, self.min_free_gb, report)
+        except OSError:
+            if not self.pusher or not self.pusher.give_way():
+                raise
+            make_room(self.out_dir, self.run, size, self.min_free_gb, report)
+
     def _save_milestone(self, step, files, report):
         """Weights only, to be kept for ever; a step that is done again finds them there."""
         weights = self.held["model.safetensors"]
@@ -619,7 +666,7 @@ class Saver:
             return
         try:
             size = sum(tensor.nbytes for tensor in weights.values())
-            make_room(self.out_dir, self.run, size, self.min_free_gb, report)
+            self._make_room(size, report)
             content = {"model.safetensors": weights, **files(False)}
             report("save", milestone=write(self.out_dir, step, content, self.run, "milestones").name)
         except (OSError, Damaged) as error:
@@ -636,12 +683,19 @@ class Journal:
     run: object  # with session, step and horizon
     started: bool = False  # past the start: an error is no longer one of settings
     claimed: bool = False  # the folder is locked by this run: its status and errors/ are ours to write
+    early: list = field(default_factory=list)  # events from before the session has its number
     turn: object = field(default_factory=threading.Lock)  # training and saving write lines
 
     def report(self, event, **fields):
         """One line of events.jsonl; `step` among the fields says that it is of another step than the present one."""
-        self.line("events.jsonl", {"time": round(time.time(), 3), "session": self.run.session, "step": self.run.step,
-                                   "event": event, **fields})
+        row = {"time": round(time.time(), 3), "session": self.run.session, "step": self.run.step, "event": event,
+               **fields}
+        early, self.early = self.early, []
+        for row in [*early, row]:
+            if self.run.session:
+                self.line("events.jsonl", row | {"session": self.run.session})
+            else:
+                self.early.append(row)
 
     def line(self, name, row):
         """One line of a jsonl file; a disk that takes none costs the line, not the run."""
@@ -704,6 +758,10 @@ class Journal:
         try:
             with self.telling_errors():
                 yield
+        except KeyboardInterrupt:  # a signal before there was anything to save
+            if not self.claimed:
+                raise
+            self.status("stopped", "signal")
         except Exception as error:  # the one place that sees every failure
             raise SystemExit(2 if self._of_settings(error) else 1) from error
 

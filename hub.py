@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -46,6 +47,8 @@ NET = {"timeout_s": 90.0, "pause_s": 1.0}  # silence of a socket (the Hub itself
 SLOWEST = 1e6  # bytes a second below which a child is taken to hang
 GRACE_S = 600  # of a child beside its bytes
 RETRY_S = 300.0  # the longest pause between attempts of a push
+AFTER_SIGNAL_S = 18.0  # after a signal: when a push is given up
+FIRST_GUESS = 20e6  # bytes a second that a push is taken to send before one has been seen
 ADVICE = {
     "refused": "; the token, of HF_TOKEN or of the client's login, must be one that may write there",
     "missing": "; is the name right, and may the token see it?",
@@ -303,7 +306,7 @@ def push(hub, job):
     """The whole cycle for the checkpoint in a payload folder; safe to do again after it was cut anywhere."""
     from huggingface_hub import CommitOperationAdd
 
-    os.nice(10)  # training comes first
+    os.nice(19)  # training comes first
     place = Path(job["place"])
     adds = {str(path.relative_to(place)): CommitOperationAdd(str(path.relative_to(place)), str(path))
             for path in sorted(place.rglob("*")) if path.is_file()}
@@ -342,9 +345,9 @@ def cycle(hub, job, ours, trainer, adds):
     todo = {path: add for path, add in adds.items()
             if not is_same(there.get(path), add.path_or_fileobj, add.upload_info.sha256.hex())}
     if todo or not pointed or bare(pointed) != ours:
-        head = store(hub, job, head, pointed, ours, adds, todo, there)
+        head = store(hub, job, head, pointed, ours, trainer, adds, todo, there)
     else:
-        read_back(hub, pointed, head)
+        read_back(hub, pointed, head, trainer)
     try:
         prune(hub, head, trainer, job["keep"])
     except Exception as error:  # the push is through, and the next one prunes again
@@ -365,7 +368,7 @@ def overtaken_text(repo, pointed, ours):
             "stops. Its checkpoints in out_dir are whole; a new start goes on from the Hub's")
 
 
-def store(hub, job, head, pointed, ours, adds, todo, there):
+def store(hub, job, head, pointed, ours, trainer, adds, todo, there):
     """Commit what the Hub lacks, check it there, point at it; returns the pointer's commit."""
     began, size = time.monotonic(), sum(add.upload_info.size for add in todo.values())
     head = make_room(hub, job, head, pointed, size)
@@ -396,7 +399,7 @@ def store(hub, job, head, pointed, ours, adds, todo, there):
          seconds=time.monotonic() - began)
 
     began = time.monotonic()
-    rolled = roll(hub, ours | {"commit": oid}, oid)
+    rolled = roll(hub, ours | {"commit": oid}, oid, trainer)
     emit(event="pointer", checkpoint=ours["checkpoint"], commit=rolled, seconds=time.monotonic() - began)
     return rolled
 
@@ -407,22 +410,23 @@ def deletions(paths):
     return [CommitOperationDelete(path, is_folder=path.endswith("/")) for path in paths]
 
 
-def roll(hub, pointed, parent):
+def roll(hub, pointed, parent, trainer=None):
     """Commit a pointer on top of `parent`, and read it back; returns its commit."""
     from huggingface_hub import CommitOperationAdd
 
     content = (json.dumps(pointed, indent=1) + "\n").encode()
     oid = hub.commit([CommitOperationAdd("latest.json", content)], f"point at {pointed['checkpoint']}", parent)
-    read_back(hub, pointed, oid)
+    read_back(hub, pointed, oid, trainer)
     return oid
 
 
-def read_back(hub, pointed, oid):
-    """See that a commit and the branch both have this pointer. Raises: HubError 'unsure' where they do not in time."""
+def read_back(hub, pointed, oid, trainer):
+    """See that a commit and the branch both have this pointer. Raises: HubError 'unsure' where they do not in time, or
+    where the branch has one that training has not come through: that is no late answer but another session's."""
     deadline = time.monotonic() + hub.timeout_s
     for revision in (oid, "main"):
         while (found := hub.pointer(revision)) != pointed:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or trainer and found and not precedes(found, trainer):
                 raise HubError("unsure", f"latest.json at {revision[:8]} says {found}, wanted {pointed}")
             time.sleep(min(hub.pause_s, 1))
 
@@ -612,20 +616,29 @@ def serve(action, words):
 
 # -- children
 
-def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lambda process: None):
+def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lambda process: None,
+         stopped=lambda: False):
     """Let a child do one thing with the Hub; returns its result, and gives tell(event=..., ...) what it says before.
 
-    Raises: HubError with what it answered, or 'killed' where it ended, or was ended at its deadline, without an answer.
+    Raises: HubError with what it answered, or 'killed' where it ended, or was ended at its deadline or because of
+    stopped(), without an answer.
     """
     words = json.dumps(NET | job | {"parent": os.getpid()})
     defaults = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    result, at_deadline = None, []
+    result, over, ended_for = None, threading.Event(), []
+    deadline = time.monotonic() + deadline_s
+
+    def watch():
+        while not over.wait(0.2):
+            if time.monotonic() > deadline or stopped():
+                ended_for.append("at a signal" if stopped() else f"at its deadline of {deadline_s:.0f} s")
+                child.kill()
+                return
     with tempfile.TemporaryFile() as errors, subprocess.Popen(
             [sys.executable, __file__, "work", action, words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, start_new_session=True) as child:
-        timer = threading.Timer(deadline_s, lambda: (at_deadline.append(True), child.kill()))
-        timer.daemon = True
-        timer.start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             started(child)
             for line in child.stdout:
@@ -635,12 +648,13 @@ def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lamb
                 elif said:
                     tell(**said)
         finally:
-            timer.cancel()
+            over.set()
+            watcher.join()
             child.kill()  # it has nothing more to say
             child.wait()
         if result is None:
             errors.seek(max(0, errors.tell() - 1000))
-            why = f"was ended at its deadline of {deadline_s:.0f} s" if at_deadline else f"ended by {child.returncode}"
+            why = f"was ended {ended_for[0]}" if ended_for else f"ended by {child.returncode}"
             tail = masked(" ".join(errors.read().decode("utf-8", "replace").split()))
             raise HubError("killed", f"{job['repo']}: the child for {action!r} {why}" + f": {tail}" * bool(tail))
     if result.pop("result") != "ok":
@@ -689,15 +703,20 @@ class Pusher:
     none of it, and an outage costs no step.
 
     over: the pointer on the Hub that this session goes back behind on purpose, as `restore` returned it.
+    patience_s: how long the end of a session waits for the last push. interrupt.at: when a signal came; AFTER_SIGNAL_S
+    later nothing is waited for.
     safe_step: the newest step whose pointer was read back, -1 for none. overtaken: '' or why this session must stop.
     """
 
-    def __init__(self, repo, out_dir, run, private, verify, keep, max_gb, prune_local, report, say, over=None):
+    def __init__(self, repo, out_dir, run, private, verify, keep, max_gb, prune_local, report, say, over=None,
+                 patience_s=600.0, interrupt=None):
         self.out_dir, self.run, self.prune_local, self.report, self.say = Path(out_dir), run, prune_local, report, say
+        self.patience_s, self.until, self.seconds = patience_s, None, 0.0  # seconds: that the last push took
+        self.signal_at = lambda: interrupt.at if interrupt else math.inf
         self.job = {"repo": repo, "private": private, "verify": verify, "keep": keep, "max_gb": max_gb, "over": over}
         self.turn = threading.Condition()
         self.waiting = self.busy = self.child = None  # payloads as (step, place, milestones); the child at work
-        self.closed, self.hurry, self.may_squash, self.pushed = False, False, True, set()
+        self.closed, self.hurry, self.yields, self.may_squash, self.pushed = False, False, False, True, set()
         self.offered, self.safe_step, self.overtaken = -1, -1, ""
         self.thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self.thread.start()
@@ -729,13 +748,39 @@ class Pusher:
         self._prune_local()
         return self.safe_step >= self.offered
 
-    def give_way(self, seconds):
-        """Give back the disk space of payloads: one that waits is skipped, the one at work has `seconds` to end."""
+    def settle(self):
+        """Call until it is True: then nothing is left to be pushed, or the time for it is over."""
+        now = time.monotonic()
+        self.until = self.until or now + self.patience_s
+        until = min(self.until, self.signal_at() + AFTER_SIGNAL_S)
+        self.finish(max(0.0, min(2.0, until - now)))
         with self.turn:
-            older, self.waiting = self.waiting, None
+            if not (self.waiting or self.busy) or self.overtaken:
+                return True
+        if time.monotonic() < until:
+            return False
+        self.say(f"hub    the time for the last push is over; step {self.safe_step:,} is the newest that is safe there")
+        return True
+
+    def exit_s(self, size):
+        """Seconds to keep for the pushes at the end of a session, of checkpoints of so many bytes."""
+        return min(2 * (self.seconds or 10 + size / FIRST_GUESS), self.patience_s)
+
+    def give_way(self):
+        """Give back the disk space of payloads: one that waits is skipped, the one at work may end its attempt.
+        Returns whether there was one."""
+        with self.turn:
+            older, self.waiting, self.yields = self.waiting, None, True
+            held = older or self.busy
+            self.turn.notify_all()
         self._drop(older)
         with self.turn:
-            return self.turn.wait_for(lambda: not self.busy, seconds)
+            while self.busy:  # an attempt has a deadline
+                if self.child and self.signal_at() < math.inf:
+                    self.child.kill()
+                self.turn.wait(1)
+            self.yields = False
+        return bool(held)
 
     def close(self):
         """End the child and the thread, whatever they do, and remove the payloads."""
@@ -770,8 +815,9 @@ class Pusher:
     def _push(self, step, place, milestones):
         """Try until it is through, a newer checkpoint waits or the session ends, at growing intervals."""
         size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-        began, attempt = time.monotonic(), 0
+        attempt = 0
         while not self.closed:
+            began = time.monotonic()
             job = self.job | {"place": str(place), "may_squash": self.may_squash}
             try:
                 work("push", job, GRACE_S + 2 * size / SLOWEST, lambda **said: self._tell(step, **said), self._hold)
@@ -781,9 +827,8 @@ class Pusher:
                     return
                 continue
             self.pushed |= milestones
-            self.safe_step, self.may_squash = max(self.safe_step, step), True
-            self.say(f"hub    step {step:,} is safe on {job['repo']}: {size / 1e9:.3f} GB in "
-                     f"{time.monotonic() - began:.1f} s")
+            self.safe_step, self.may_squash, self.seconds = step, True, time.monotonic() - began
+            self.say(f"hub    step {step:,} is safe on {job['repo']}: {size / 1e9:.3f} GB in {self.seconds:.1f} s")
             return
 
     def _goes_on(self, step, error, attempt):
@@ -798,9 +843,9 @@ class Pusher:
         pause_s = min(NET["pause_s"] * 2 ** min(attempt, 20), RETRY_S)
         with self.turn:
             in_time = not self.hurry
-            self.turn.wait_for(lambda: self.waiting or self.closed or in_time and self.hurry,
+            self.turn.wait_for(lambda: self.waiting or self.closed or self.yields or in_time and self.hurry,
                                pause_s if in_time else min(pause_s, 5))
-            superseded = bool(self.waiting)
+            superseded = bool(self.waiting or self.yields)
         if superseded:
             self.report("push", step=step, skipped=True)
         return not superseded
@@ -841,18 +886,19 @@ class Pusher:
 
 # -- cold start
 
-def restore(repo, out_dir, resume, report, say, private=True, writes=True):
+def restore(repo, out_dir, resume, report, say, private=True, writes=True, stopped=lambda: False):
     """Bring the run in out_dir up to what the Hub holds, before checkpoint.find looks there.
 
     Where the local checkpoint descends from the pointed one nothing is brought. Else the Hub's is: by resume='step_...'
     the named one, if it is not here. report(event, **fields) is called once the run's story (events.jsonl) is in place.
-    Returns the pointer that a Pusher of this session may go back behind, mostly None.
+    Where stopped() becomes true it ends, and out_dir is as it was. Returns the pointer that a Pusher of this session
+    may go back behind, mostly None.
     Raises: ValueError, HubError where the Hub cannot be read or holds another run, or nothing that is whole.
     """
     check_repo(repo)
     told, began = [], time.monotonic()
     try:
-        found = work("look", {"repo": repo, "private": private if writes else None})
+        found = work("look", {"repo": repo, "private": private if writes else None}, stopped=stopped)
         pointed = found["pointer"]
         if not pointed:
             return say(f"hub    {repo} has no latest.json, so nothing to go on from")
@@ -864,8 +910,10 @@ def restore(repo, out_dir, resume, report, say, private=True, writes=True):
             return None
         seconds = {"look_s": time.monotonic() - began}
         return _bring(repo, Path(out_dir), resume, found, seconds, lambda event, **fields: told.append((event, fields)),
-                      say)
+                      say, stopped)
     except HubError as error:
+        if stopped():
+            return None
         if error.kind == "missing" and not writes:
             return say(f"hub    nothing can be read yet: {error}")
         raise HubError(error.kind, f"{error}{ADVICE.get(error.kind, '')}") from error
@@ -874,7 +922,7 @@ def restore(repo, out_dir, resume, report, say, private=True, writes=True):
             report(event, **fields)
 
 
-def _bring(repo, out_dir, resume, found, seconds, note, say):
+def _bring(repo, out_dir, resume, found, seconds, note, say, stopped):
     import checkpoint
 
     pointed, named = found["pointer"], resume if resume.startswith("step_") else ""
@@ -896,7 +944,7 @@ def _bring(repo, out_dir, resume, found, seconds, note, say):
         if digest is None and not named and local and local[1]["step"] >= int(name[5:]):
             break
         try:
-            _pull(repo, out_dir, name, commit, pointed["run"], digest, not named, seconds, local, note, say)
+            _pull(repo, out_dir, name, commit, pointed["run"], digest, not named, seconds, local, note, say, stopped)
             return None if digest else pointed
         except (checkpoint.Damaged, HubError) as error:
             if getattr(error, "kind", "damaged") not in ("damaged", "missing"):
@@ -928,7 +976,7 @@ def _local(out_dir, run, note):
     return None
 
 
-def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note, say):
+def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note, say, stopped):
     """Download, verify and put in place one checkpoint, after the run's story where that is absent here."""
     import checkpoint
 
@@ -938,7 +986,8 @@ def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note,
     place.mkdir(parents=True)
     try:
         clock = time.monotonic()
-        brought = work("download", {"repo": repo, "revision": commit, "wants": wants, "place": str(place)}, 86400)
+        brought = work("download", {"repo": repo, "revision": commit, "wants": wants, "place": str(place)}, 86400,
+                       stopped=stopped)
         seconds["download_s"] = seconds.get("download_s", 0) + time.monotonic() - clock
         clock = time.monotonic()
         folder, target = place / "checkpoints" / name, out_dir / "checkpoints" / name
@@ -964,14 +1013,20 @@ def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note,
         shutil.rmtree(place, ignore_errors=True)
 
 
-def fetch(source, place):
-    """The folder, below `place`, with the weights that 'hf:owner/name[@revision]' names: those of the pointed
-    checkpoint, the newest milestone or an export, checked by hash. Raises: ValueError, HubError."""
+def fetch(source, stopped=lambda: False, place=""):
+    """The folder with the weights that `source` names: itself, or for 'hf:owner/name[@revision]' one below `place` (by
+    default the user's cache) with those of the pointed checkpoint, the newest milestone or an export, checked by hash.
+
+    Raises: ValueError, HubError.
+    """
     import checkpoint
 
+    if not source.startswith("hf:"):
+        return source
+    place = place or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "longhaul")
     repo, _, revision = source.removeprefix("hf:").partition("@")
     check_repo(repo)
-    found = work("look", {"repo": repo, "revision": revision})
+    found = work("look", {"repo": repo, "revision": revision}, stopped=stopped)
     pointed, milestones = found["pointer"], found["milestones"]
     inside = (f"checkpoints/{pointed['checkpoint']}/" if pointed else
               f"milestones/{milestones[0]}/" if milestones else "")
@@ -982,7 +1037,7 @@ def fetch(source, place):
     temporary.mkdir(parents=True)
     try:
         work("download", {"repo": repo, "revision": found["head"], "place": str(temporary),
-                          "wants": f"{inside}({'|'.join(WEIGHTS)})"}, 86400)
+                          "wants": f"{inside}({'|'.join(WEIGHTS)})"}, 86400, stopped=stopped)
         folder = temporary / inside
         if not (folder / "model.safetensors").exists():
             raise HubError("missing", f"{source} has no {inside}model.safetensors")

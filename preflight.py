@@ -32,10 +32,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 CHOICES = {
     "data_verify": ("background", "off"), "prepare": ("", "stdlib"),
     "optimizer": ("adamw", "muon"), "schedule": ("wsd", "cosine", "constant"),
-    "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "hub_verify": ("sample", "full"), "device": ("auto", "cuda", "mps", "cpu"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "compile": ("auto", "on", "off"),
 }
-AT_LEAST_ONE = ("batch_tokens", "batch_size", "log_interval", "keep_checkpoints", "max_bad_steps")
+AT_LEAST_ONE = ("batch_tokens", "batch_size", "log_interval", "keep_checkpoints", "hub_keep",
+                "max_bad_steps")
 RATIOS = ("decay_ratio", "min_lr_ratio", "beta1", "beta2", "muon_momentum")
 # Settings that may differ when a run is resumed; `device`, `compile` and their like change how a step is computed, not
 # which step it is. Everything that is not named here or in HORIZON is frozen, so a new setting starts frozen.
@@ -43,9 +45,11 @@ MAY_DIFFER = frozenset("""
     out_dir resume init_sha256 eval_only dry_run data_dir prepare data_verify batch_size
     eval_interval eval_tokens sample_interval sample_tokens prompts_file control_tolerance
     checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
+    hub_repo hub_private hub_verify hub_keep hub_max_gb hub_prune_local hub_exit_minutes
     log_interval trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
     max_bad_steps peak_tflops""".split())
 OF_BITS = frozenset(("batch_size", "compile", "loss_chunk_tokens"))  # frozen too where reproducible=True
+CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")
 HORIZON = frozenset(("max_steps", "max_tokens", "tokens_per_parameter"))  # judged together by `check_horizon`
 
 # Dense peaks in TFLOP/s as NVIDIA's data sheets give them, without sparsity; the first name that occurs in the device's
@@ -216,8 +220,7 @@ def pick_device(name):
 def pick_dtype(name, device_type, bf16_native, recorded=""):
     """The compute dtype: as asked for, else as `recorded` by the run, else the fastest that the device has in hardware.
 
-    `bf16_native`: bfloat16 is multiplied in hardware. A T4 says that it supports bfloat16 and emulates it, so the
-    caller goes by capability. Raises ValueError where the device lacks the dtype."""
+    `bf16_native`: as `has_bf16` says. Raises ValueError where the device lacks the dtype."""
     wanted = name
     if name == "auto":
         fastest = ("bfloat16" if bf16_native else "float16") if device_type == "cuda" else "float32"
@@ -228,6 +231,11 @@ def pick_dtype(name, device_type, bf16_native, recorded=""):
     if wanted == "float16" and device_type == "mps":
         raise ValueError("dtype float16 is not built for mps; dtype='float32' would do")
     return wanted
+
+
+def has_bf16(device_type):
+    """Whether the device multiplies bfloat16 in hardware. A T4 says that it supports it, and emulates it."""
+    return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def pick_compile(name, device_type, bf16_native):
@@ -253,6 +261,18 @@ def threads_of(cores, ranks_on_host, omp_num_threads):
     if omp_num_threads and not (ranks_on_host > 1 and omp_num_threads == 1):
         return omp_num_threads
     return max(1, cores // ranks_on_host)
+
+
+def take_place(device_type, one_thread):
+    """(rank, world size, device) of this process in the job, as torchrun says; sets its device and CPU threads."""
+    number = lambda name, default: int(os.environ.get(name) or default)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", number("LOCAL_RANK", 0))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1 if one_thread else threads_of(
+        cores(), number("LOCAL_WORLD_SIZE", 1), number("OMP_NUM_THREADS", 0)))
+    return number("RANK", 0), number("WORLD_SIZE", 1), device
 
 
 def end_with_launcher():
@@ -388,6 +408,13 @@ def host_record(world_size):
             "git_commit": git_commit(), "code": code_sha256()}
 
 
+def bad_steps_text(run, step, max_bad_steps):
+    """Why a run ends after so many bad steps in a row, with the windows of each."""
+    return (f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps {max_bad_steps}), the "
+            f"last at step {step:,}; none of them is in the weights, and the last checkpoint stands. Their windows "
+            "([pass, window]):" + "".join(f"\n  step {step:,}: {windows}" for step, windows in run.bad_windows))
+
+
 def finite(value):
     """`value` rounded for a JSON line, None where it is not a finite number (JSON has none)."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
@@ -395,13 +422,25 @@ def finite(value):
 
 @dataclass
 class Interrupt:
-    """What the signal handler saw: the first signal's name and when; later ones change nothing."""
+    """The first signal's name and when it was heard; later ones change nothing."""
     name: str = ""
     at: float = math.inf
 
-    def arrived(self, number, _frame):
-        if not self.name:
-            self.name, self.at = signal.Signals(number).name, time.monotonic()
+    def note(self, names):
+        if names and not self.name:
+            self.name, self.at = names[0], time.monotonic()
+        return names
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Takes the signals of CAUGHT, and in the end gives them back to whoever had them."""
+        arrived = lambda number, _frame: self.note([signal.Signals(number).name])
+        before = {name: signal.signal(signal.Signals[name], arrived) for name in CAUGHT}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(signal.Signals[name], handler)
 
 
 class Stages:
@@ -426,10 +465,11 @@ def say(text):
 
 
 def describe(say, counts, flops, expected_loss, found_loss, stream, settings, micro_batches, world_size,
-             checkpoint_bytes):
-    """The first lines of a run: model, data, plan, first loss to expect."""
+             live):
+    """The first lines of a run: model, data, plan, first loss to expect. `live`: the tensors of a checkpoint."""
     block_size, steps, batch_tokens = settings["block_size"], settings["max_steps"], settings["batch_tokens"]
     tokens, pass_tokens = steps * batch_tokens, (len(stream) - 1) // block_size * block_size
+    checkpoint_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
     groups = ", ".join(f"{name} {number:,}" for name, number in counts.items() if name != "total" and number)
     say(f"model  {counts['total']:,} parameters ({groups}), {flops / 1e6:,.1f} MFLOP a token")
     say(f"data   {settings['data_dir']}: {len(stream):,} train tokens in {plural(len(stream.shards), 'shard')}, "
@@ -475,13 +515,13 @@ def plural(number, one, many=""):
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def live_line(row, horizon, left_s):
-    """Step, loss, rate, gradient norm, speed, time left."""
+def live_line(row, horizon, left_s, safe_step):
+    """Step, loss, rate, gradient norm, speed, time left; with a Hub the newest step that is safe there, -1 for none."""
     loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in
                   (("loss", 4), ("grad_norm", 3)))
     return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  "
             f"{row['tokens_per_s']:>9,.0f} tokens/s" + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
-            + f"  {duration(left_s)} left")
+            + f"  {duration(left_s)} left" + (f"  safe {safe_step:,}" if safe_step is not None else ""))
 
 
 def eval_line(step, result):

@@ -3,6 +3,7 @@
     python sample.py --out_dir=out/quickstart
     python sample.py --out_dir=out/124m --prompt="The meaning of life is" --samples=5 --temperature=0.7
     python sample.py --out_dir=out/124m --checkpoint=milestones/step_00005000
+    python sample.py --checkpoint=hf:owner/name@main      what a run has pushed to the Hugging Face Hub
 
 Needs the weights, model.json and the tokenizer that it names; optimizer state is not read. Not here: a key/value cache,
 batching. Each new token costs a forward pass over the context.
@@ -12,7 +13,7 @@ import sys
 import configurator
 
 out_dir = "out/quickstart"  # folder of the run
-checkpoint = ""  # a folder below out_dir, such as milestones/step_00005000; '' = the newest checkpoint
+checkpoint = ""  # a folder below out_dir, such as milestones/step_00005000, or hf:owner/name; '' = the newest
 prompt = ""  # text to continue; '' = from the start of a document
 samples = 3  # how many continuations
 tokens = 200  # new tokens in each
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+import hub
 import preflight
 from checkpoint import pointer
 from data.prepare import load_tokenizer
@@ -39,6 +41,8 @@ from model import generate, load
 
 def folder_of(out_dir, checkpoint):
     """The folder to load: the one named, else the one that latest.json names. Raises ValueError where there is none."""
+    if checkpoint.startswith("hf:"):
+        return hub.fetch(checkpoint)
     if checkpoint:
         return os.path.join(out_dir, checkpoint)
     pointed = pointer(out_dir)
@@ -93,7 +97,7 @@ def main():
             generator = torch.Generator().manual_seed(seed + number)
             text = printable(tokenizer.decode(generate(model, ids, tokens, temperature, top_k, generator)))
             print(f"---- {number + 1}\n{prompt}{text}", flush=True)
-    except ValueError as error:
+    except (ValueError, hub.HubError) as error:
         print(f"sample.py: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

@@ -88,6 +88,14 @@ milestone_interval = 0  # steps between milestones (weights only, kept for ever)
 stop_after_steps = 0  # stop this session after so many steps; 0 = off
 session_minutes = 0.0  # stop this session in time for a last save; 0 = off
 min_free_gb = 0.0  # GB; refuse to start with less free disk
+# -- hub: checkpoints go to a repository of the Hugging Face Hub, and a session on an empty disk goes on from there
+hub_repo = ""  # 'owner/name'; the token comes from HF_TOKEN or the client's login; '' = off
+hub_private = True  # whether a repository that is made is private
+hub_verify = "sample"  # what is read back after a push: 'sample' (ranges of large files), 'full' (every byte)
+hub_keep = 2  # newest checkpoints to keep there
+hub_max_gb = 80.0  # GB; above it the repository's history is squashed, and where that is not enough pushing stops
+hub_prune_local = False  # delete older checkpoints here once a newer one is safe there
+hub_exit_minutes = 10.0  # how long the end of a session waits for the last push; after a signal it is seconds
 # -- logging
 log_interval = 10  # steps between rows of metrics.jsonl and live lines
 trace_windows = False  # write the windows of every step to windows.jsonl
@@ -116,7 +124,6 @@ import json
 import math
 import os
 import secrets
-import signal
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -125,25 +132,24 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+import hub
 import preflight
 import sample
 from checkpoint import Failed
 from data import prepare as data_prepare
 from model import (GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts,
                    with_weights)
-from preflight import Interrupt, finite, on_device, seed_device, to_host
+from preflight import CAUGHT, Interrupt, finite, on_device, seed_device, to_host
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
 ADAM_EPS = 1e-8
 MUON_FIRST_MOMENTUM, MUON_WARMUP_UPDATES = 0.85, 300  # then muon_momentum
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Source: Jordan et al., "Muon", 2024: the quintic's coefficients
-FIRST_LOSS_SCALE = 2.0**16  # float16 only
-LOSS_SCALE_GROWTH_STEPS = 2000  # steps without overflow after which the loss scale doubles
+FIRST_LOSS_SCALE, LOSS_SCALE_GROWTH_STEPS = 2.0**16, 2000  # float16; it doubles after so many without overflow
 CONTROL_WINDOWS = 8
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
 DROP_STEP_AFTER_S, CONTROL_AFTER_SIGNAL_S = 10.0, 5.0  # after a signal: when a step, and a control loss, are given up
 STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
-CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")
 RANK_TIMEOUT_S = 600  # a rank that has not answered for so long ends the session
 SPIKE_DEVIATIONS, SPIKE_STEPS = 6.0, 64  # a loss so far above its running mean over about so many steps is an event
 REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can ask for; agreed with each step's sum
@@ -159,31 +165,22 @@ def start_ranks(device_type, one_thread, interrupt):
     """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all.
 
     Before the ranks have met there is nothing to save, and a signal just ends the process."""
-    number = lambda name, default: int(os.environ.get(name) or default)
-    rank, local_rank, world_size = number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1)
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1 if one_thread else preflight.threads_of(
-        preflight.cores(), number("LOCAL_WORLD_SIZE", 1), number("OMP_NUM_THREADS", 0)))
+    rank, world_size, device = preflight.take_place(device_type, one_thread)
     own_group = world_size > 1 and not dist.is_initialized()
     preflight.end_with_launcher()  # before the ranks meet in it: they would wait for a dead one
     if own_group:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(seconds=RANK_TIMEOUT_S))
-    before = {name: signal.signal(signal.Signals[name], interrupt.arrived) for name in CAUGHT}
-    failed = True
-    try:
-        yield Ranks(rank, world_size, device)
-        failed = False
-    finally:
-        if own_group and not (failed and device_type == "cuda"):  # NCCL would wait there for ranks that wait elsewhere
-            dist.destroy_process_group()
-        for name, handler in before.items():
-            signal.signal(signal.Signals[name], handler)
-        torch.set_num_threads(threads)
+    with interrupt.listening():
+        failed = True
+        try:
+            yield Ranks(rank, world_size, device)
+            failed = False
+        finally:
+            torch.set_num_threads(threads)
+            if own_group and not (failed and device_type == "cuda"):  # NCCL would wait for ranks that wait elsewhere
+                dist.destroy_process_group()
 
 
 def from_rank_0(ranks, function, *arguments):
@@ -202,6 +199,20 @@ def from_rank_0(ranks, function, *arguments):
     return answer[0]
 
 
+def patiently_from_rank_0(ranks, interrupt, function, *arguments):
+    """from_rank_0 for what may outlast the ranks' patience: they hear from rank 0 in between. A signal to any of them
+    ends it: `function` learns from its last argument, a call, that it should return. Ranks: all (broadcasts).
+
+    Raises KeyboardInterrupt then: nothing is loaded yet that could be saved."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        task = thread.submit(function, *arguments, lambda: bool(interrupt.name)) if ranks.rank == 0 else None
+        while not from_rank_0(ranks, lambda: bool(concurrent.futures.wait([task], 2).done)):
+            signals_heard(ranks, interrupt)
+    if signals_heard(ranks, interrupt):
+        raise KeyboardInterrupt
+    return from_rank_0(ranks, lambda: task.result())
+
+
 def all_sum(flat, ranks, in_a_tree):
     """Sums `flat` over ranks, in place. In a tree: with the neighbour, the pair beside, the four beside; both sides
     add the same two numbers, so every rank gets the same bits. Ranks: all (all-reduce or exchanges)."""
@@ -217,10 +228,11 @@ def all_sum(flat, ranks, in_a_tree):
 
 
 def signals_heard(ranks, interrupt):
-    """The names of the signals that any rank has got, the same list on every rank. Ranks: all (one all-reduce)."""
+    """The names of the signals that any rank has got, the same list on every rank; each takes the first for its own.
+    Ranks: all (one all-reduce)."""
     heard = on_device([name == interrupt.name for name in CAUGHT], ranks.device)
     all_sum(heard, ranks, in_a_tree=False)
-    return [name for name, count in zip(CAUGHT, heard.tolist()) if count]
+    return interrupt.note([name for name, count in zip(CAUGHT, heard.tolist()) if count])
 
 
 def share_of(count, ranks):
@@ -571,8 +583,7 @@ def trainer_record(run, opt, settings, manifest, host):
     return {
         "format": 1, "run": run.run, "lineage": run.lineage, "session": run.session, "step": run.step,
         "updates": int(opt.updates), "bad_steps": run.bad_steps, "bad_windows": run.bad_windows,
-        "windows": windows, "tokens": tokens,
-        "pass": pass_of(windows, order, block_size).number,
+        "windows": windows, "tokens": tokens, "pass": pass_of(windows, order, block_size).number,
         "order_fingerprint": order_fingerprint(windows, order, settings["data_seed"], block_size),
         "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
         "segments": list(run.segments), "settings": settings,  # a copy: the list may grow before this is written
@@ -587,12 +598,13 @@ def tensors_of(model, opt):
             "optimizer.safetensors": opt.state}
 
 
-def records_of(run, opt, model_record, settings, manifest, host, control, at_once):
+def records_of(run, opt, config, settings, manifest, host, control, at_once):
     """A function for the JSON files of a checkpoint of this very step, or of a milestone. The control loss is computed
     here where `at_once`, else where that function is called. Ranks: rank 0."""
     trainer = trainer_record(run, opt, settings, manifest, host)
     loss = control() if at_once else None
-    return lambda whole: {"model.json": model_record} | ({
+    model = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
+    return lambda whole: {"model.json": model} | ({
         "trainer.json": trainer | {"control": finite(loss if at_once else control())}} if whole else {})
 
 
@@ -621,14 +633,7 @@ def load_state(ranks, folder, model, opt):
     """Puts a folder's tensors, read on rank 0, into every rank's model and, unless it is None, optimizer; without a
     folder rank 0's first weights go out. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
     parameters, state, held = dict(model.named_parameters()), opt.state if opt else {}, {}
-
-    def read():
-        if folder:
-            held.update(checkpoint.read(folder, "model.safetensors", parameters))
-        if state:
-            held.update(checkpoint.read(folder, "optimizer.safetensors", state))
-
-    from_rank_0(ranks, read)
+    from_rank_0(ranks, lambda: held.update(checkpoint.read_all(folder, parameters, state)))
     with torch.no_grad():
         for name, tensor in [*parameters.items(), *state.items()]:
             if name in held:
@@ -727,8 +732,7 @@ def is_spike(run, loss):
 
     Source: Finch, "Incremental calculation of weighted mean and variance", 2009, section 9."""
     count, mean, variance = run.loss_spread
-    limit = mean + SPIKE_DEVIATIONS * variance ** 0.5
-    found = count >= SPIKE_STEPS and loss > limit
+    found = count >= SPIKE_STEPS and loss > (limit := mean + SPIKE_DEVIATIONS * variance ** 0.5)
     share, ahead = 1 / min(count + 1, SPIKE_STEPS), (limit if found else loss) - mean
     run.loss_spread = [count + 1, mean + share * ahead, (1 - share) * (variance + share * ahead * ahead)]
     return found
@@ -745,10 +749,7 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
         report("skip", at=step, loss=finite(outcome.loss), grad_norm=finite(outcome.grad_norm), in_a_row=run.bad_steps,
                windows=window_ids(drawn))
         if run.bad_steps >= max_bad_steps:
-            raise Failed(f"{run.bad_steps} steps in a row had a non-finite loss or gradient (max_bad_steps "
-                         f"{max_bad_steps}), the last at step {step:,}; none of them is in the weights, and the last "
-                         "checkpoint stands. Their windows ([pass, window]):" + "".join(
-                             f"\n  step {step:,}: {windows}" for step, windows in run.bad_windows), "bad_steps")
+            raise Failed(preflight.bad_steps_text(run, step, max_bad_steps), "bad_steps")
     else:
         run.bad_steps, run.bad_windows, mean = 0, [], run.loss_spread[1]
         if is_spike(run, outcome.loss):
@@ -790,8 +791,7 @@ def main():
         token_bytes = from_rank_0(ranks, lambda: tokenizer and tokenizer.token_bytes())
         prompts = from_rank_0(ranks, preflight.read_prompts, prompts_file) if sample_interval else []
         stages.end("data")
-        shape = {name: settings[name] for name in GPTConfig.__dataclass_fields__}
-        config = GPTConfig(**shape | {"vocab_size": vocabulary})
+        config = GPTConfig(**{k: settings[k] for k in GPTConfig.__dataclass_fields__} | {"vocab_size": vocabulary})
         micro_batch_count = preflight.micro_batches_of(batch_tokens, block_size, batch_size, ranks.world_size)
         model = GPT(config, activation_checkpointing, loss_chunk_tokens, hash64(seed, "init") >> 1).to(ranks.device)
         counts = parameter_counts(model)
@@ -803,10 +803,14 @@ def main():
             from_rank_0(ranks, preflight.check_disk, out_dir, min_free_gb)
             from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
             journal.claimed = True
+        if hub_repo:
+            over = patiently_from_rank_0(ranks, interrupt, hub.restore, hub_repo, out_dir, resume, report, say,
+                                         hub_private, writes)
+            stages.end("hub")
         run.session = 1 + from_rank_0(ranks, journal.last_session)
         tell = lambda event, **fields: (say(f"{event:6} {json.dumps(fields)}"), report(event, **fields))
         folder, trainer = from_rank_0(ranks, checkpoint.find, out_dir, resume, tell, writes) or (None, None)
-        bf16_native = kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        bf16_native = preflight.has_bf16(kind)
         compute = preflight.pick_dtype(dtype, kind, bf16_native, trainer["settings"]["dtype"] if trainer else "")
         compiled = preflight.pick_compile(compile, kind, bf16_native)
         blocks = preflight.blocks_of(micro_batch_count, ranks.world_size, kind, compute) if reproducible else 0
@@ -819,10 +823,13 @@ def main():
         changed = take_over(trainer, run, opt, manifest, settings) if trainer else {}
         if writes and resume.startswith("step_"):
             from_rank_0(ranks, checkpoint.rollback, out_dir, resume, tell)
+        initial = init_from
         if not trainer:
             run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
-            from_rank_0(ranks, checkpoint.check_init, init_from, asdict(config), init_sha256)
-        load_state(ranks, folder or init_from, model, opt if folder else None)
+            if init_from.startswith("hf:"):
+                initial = patiently_from_rank_0(ranks, interrupt, hub.fetch, init_from)
+            from_rank_0(ranks, checkpoint.check_init, initial, asdict(config), init_sha256)
+        load_state(ranks, folder or initial, model, opt if folder else None)
         run.lineage = [*run.lineage, [from_rank_0(ranks, secrets.token_hex, 4), run.step]]
         run.session = max(run.session, trainer["session"] + 1 if trainer else 0)
         stages.end("load")
@@ -838,14 +845,12 @@ def main():
         autocast = lambda: (contextlib.nullcontext() if compute == "float32"
                             else torch.autocast(kind, getattr(torch, compute)))
         evaluation = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast, token_bytes, interrupt
-        model_record = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
         live = tensors_of(model, opt)
-        checkpoint_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
         found_loss = first_loss(model) if lead and not (trainer or init_from) else None
         preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), found_loss, train_stream,
-                           settings, micro_batch_count, ranks.world_size, checkpoint_bytes)
-        if writes and run.step >= run.horizon and from_rank_0(ranks, journal.finished):
+                           settings, micro_batch_count, ranks.world_size, live)
+        if writes and not hub_repo and run.step >= run.horizon and from_rank_0(ranks, journal.finished):
             return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
         if trainer:
             say(f"resume {folder.name} of run {run.run}: session {run.session} goes on after step {run.step:,}")
@@ -865,7 +870,7 @@ def main():
         host = preflight.host_record(ranks.world_size)
         start = {"run": run.run, "stages": stages.seconds, "parameters": counts["total"], "settings": settings,
                  "data_fingerprint": data_prepare.fingerprint(manifest), **host}
-        from_rank_0(ranks, journal.begin, start, folder, trainer, changed, init_from or f"seed {seed}")
+        from_rank_0(ranks, journal.begin, start, folder, trainer, changed, str(initial) or f"seed {seed}")
         preflight.describe_start(say, run, out_dir, trainer, host, checkpoint_interval, eval_interval, len(all_val))
 
         # the loop. At a boundary: save, evaluate, sample; then stop, or do a step
@@ -873,34 +878,33 @@ def main():
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
         if lead:
+            pusher = hub_repo and hub.Pusher(hub_repo, out_dir, run.run, hub_private, hub_verify, hub_keep, hub_max_gb,
+                                             hub_prune_local, report, say, over, 60 * hub_exit_minutes, interrupt)
             saver = checkpoint.Saver(
-                out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say,
+                out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say, pusher,
                 saved_at=run.step if trainer else -1, touch=checkpoint_interval or milestone_interval)
             at_exit.callback(saver.close)
             snapshot = with_weights(model, saver.held["model.safetensors"]) if kind == "cpu" else model
             control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device, interrupt)
-            records = functools.partial(records_of, run, opt, model_record, settings, manifest, host, control,
-                                        kind != "cpu")
+            records = functools.partial(records_of, run, opt, config, settings, manifest, host, control, kind != "cpu")
 
         def outlast_the_save(_, error, __):  # ranks that fail alike wait for rank 0's, or torchrun would kill it
             while type(error) is Failed and not from_rank_0(ranks, lambda: saver.idle(60)):
                 pass
         at_exit.push(outlast_the_save)
         at_exit.enter_context(journal.telling_errors())
-        lag = STEPS_READ_LATE.get(kind, 0)
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
         stop = "signal" if signals_heard(ranks, interrupt) else ""  # while all was loaded
-        complete, watch_s = True, 0.0
-        evaluated_at, result = -1, None
+        evaluated_at, result, complete, watch_s = -1, None, True, 0.0
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
             evaluated_at, run.best_val_loss = run.step, min(result["val_loss"], run.best_val_loss or math.inf)
-        loop_began, mark = None, time.perf_counter()
+        session_ends, loop_began, mark = session_began + (60 * session_minutes or math.inf), None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
             boundary = stop or run.step >= run.horizon or any(
                 map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
-            while len(unread) > (0 if boundary else lag):
+            while len(unread) > (0 if boundary else STEPS_READ_LATE.get(kind, 0)):
                 step, read, factor, drawn = unread.popleft()
                 outcome = outcome_of(read(), opt.scaling)
                 took_s, mark = time.perf_counter() - mark, time.perf_counter()
@@ -920,7 +924,7 @@ def main():
                             "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
                     journal.line("metrics.jsonl", row)
                     left_s = (time.monotonic() - loop_began) / (step - first_step) * (run.horizon - step)
-                    say(preflight.live_line(row, run.horizon, left_s))
+                    say(preflight.live_line(row, run.horizon, left_s, pusher.safe_step if lead and pusher else None))
                     steps, step_s, data_s = 0, 0.0, train_stream.seconds
             stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
             if stop and unread:
@@ -932,7 +936,8 @@ def main():
                 while not from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1])):
                     pass
             elif any(kinds):
-                from_rank_0(ranks, lambda: saver.begin(run.step, run.lineage[-1][0], records, *kinds))
+                while not from_rank_0(ranks, lambda: saver.begin(run.step, run.lineage[-1][0], records, *kinds)):
+                    pass
             began = time.monotonic()
             if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
                 starts = all_val if at_end else some_val
@@ -958,8 +963,7 @@ def main():
             loop_began, first_window = loop_began or time.monotonic(), run.step * windows_per_step
             pass_start = pass_starting_in(first_window, windows_per_step, order, block_size)
             if pass_start and pass_start > order[-1][0]:
-                present = from_rank_0(ranks, data_prepare.read_manifest, data_dir)
-                if grown := data_prepare.grown(run.segments[-1][1], present["train"]):
+                if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])
                     order, data_s = token_order(run.segments), 0.0
                     train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"])
@@ -968,11 +972,8 @@ def main():
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
                                             block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))
-            wishes = ()
-            if lead:  # time is kept for the step that comes, what is due after it, a save in flight and the last save
-                reserve_s = 2 * (saver.seconds + took_s) + watch_s
-                out_of_time = 0 < 60 * session_minutes < time.monotonic() - session_began + reserve_s
-                wishes = [*saver.wishes(), *["minutes"] * out_of_time]
+            # time is kept for the step that comes, what is due after it, and what the saver knows of
+            wishes = saver.wishes(session_ends, 2 * took_s + watch_s) if lead else ()
             run.step += 1
             outcome = train_step(
                 model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor,
@@ -989,6 +990,8 @@ def main():
         if reason == "signal":
             report("signal", name=" ".join(signals))
         report("finish" if finished else "stop", reason=reason)
+        while not from_rank_0(ranks, lambda: saver.pushed(in_time)):
+            signals_heard(ranks, interrupt)
         journal.status("finished" if finished else "stopped", reason)
         preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size)
 

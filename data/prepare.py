@@ -297,6 +297,11 @@ def grown(recorded, present):
     return present if len(present) > len(recorded) else None
 
 
+def growth(data_dir, recorded):
+    """The train shards of a folder where they have grown from the list `recorded`, else None. Raises as `grown`."""
+    return grown(recorded, read_manifest(data_dir)["train"])
+
+
 def check_fingerprint(manifest, recorded, data_dir):
     """Raises ValueError where the data are not those whose fingerprint is recorded."""
     if (found := fingerprint(manifest)) != recorded:

@@ -52,10 +52,12 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data") / "tiny", 700)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     import torch
 
     for item in items:
+        if item.get_closest_marker("hub") and not (config.getoption("-m") == "hub" and os.environ.get("HF_TOKEN")):
+            item.add_marker(pytest.mark.skip(reason="needs HF_TOKEN and -m hub"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

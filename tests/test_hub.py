@@ -445,7 +445,7 @@ def test_finish_waits_no_longer_than_it_may(server, tmp_path):
         session.pusher.offer(save(tmp_path / "run", 4))
         assert server.wait_for(COMMIT)
         child, began = session.pusher.child, time.monotonic()
-        assert not session.pusher.finish(0.1) and not session.pusher.give_way(0.1)
+        assert not session.pusher.finish(0.1)
         session.pusher.close()
         assert time.monotonic() - began < LIMIT_S / 2 and not is_there(child.pid)
     assert not leftovers(tmp_path / "run")
