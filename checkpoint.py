@@ -514,6 +514,8 @@ class Saver:
         self.on_gpu, self.pinned = any(tensor.is_cuda for tensor in live["model.safetensors"].values()), False
         self.thread = ThreadPoolExecutor(1, "save", torch.set_num_threads, (1,))  # the other cores train on
         self.saving = self.thread.submit(self._touch if touch else int)
+        if self.pusher and saved_at > self.pusher.safe_step:  # the session that saved it could not push it
+            self.pusher.offer(self.out_dir / "checkpoints" / f"step_{saved_at:08d}")
 
     def _touch(self):
         self.memory.zero_()
@@ -587,7 +589,7 @@ class Saver:
         """Whether no save is in flight, after so many seconds at most."""
         return bool(futures.wait([self.saving], seconds).done)
 
-    def pushed(self, in_time):
+    def pushed(self, in_time, session_ends):
         """Call until it is True: then what is to be pushed is safe on the Hub, or its time is over. A push after the
         last evaluation takes that along, where there is time. Raises: as `wait`."""
         if not self.pusher:
@@ -595,15 +597,15 @@ class Saver:
         if in_time and not self.ended:
             self.pusher.offer(self.out_dir / "checkpoints" / f"step_{self.saved_at:08d}")
         self.ended = True
-        done = self.pusher.settle()
+        done = self.pusher.settle(session_ends)
         self.wait()
         return done
 
     def close(self):
         """Wait for the save in flight, whatever ends the session."""
-        self.thread.shutdown()
         if self.pusher:
-            self.pusher.close()
+            self.pusher.close()  # first: at the disk's floor the save waits for it
+        self.thread.shutdown()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self.pinned = False
@@ -758,10 +760,13 @@ class Journal:
         try:
             with self.telling_errors():
                 yield
-        except KeyboardInterrupt:  # a signal before there was anything to save
-            if not self.claimed:
+        except KeyboardInterrupt as heard:  # by all ranks; one that comes before they have met has no words
+            if not heard.args:
                 raise
-            self.status("stopped", "signal")
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(heard.args[0], flush=True)
+            if not (Path(self.out_dir) / "status.json").exists():
+                self.status("stopped", "signal")
         except Exception as error:  # the one place that sees every failure
             raise SystemExit(2 if self._of_settings(error) else 1) from error
 

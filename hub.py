@@ -18,6 +18,7 @@ HF_TOKEN or the client's login; `masked` keeps it and signed links out of all th
 import argparse
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import math
@@ -136,7 +137,7 @@ class Hub:
         except RepositoryNotFoundError:  # the Hub says so too of one that this token may not see; then making it fails
             if private is None:
                 raise
-        self.api.create_repo(self.repo, private=private, exist_ok=True)
+        self.patiently(lambda: self.api.create_repo(self.repo, private=private, exist_ok=True))
         return self.patiently(newest)
 
     def files(self, revision):
@@ -217,6 +218,8 @@ def kind_of(error):
 
     if isinstance(error, HubError):
         return error.kind
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return "error"  # of this disk
     status = getattr(response_of(error), "status_code", 0)
     if status in (402, 403, 413, 507) and re.search("storage|quota", getattr(error, "server_message", "") or ""):
         return "full"
@@ -338,7 +341,7 @@ def cycle(hub, job, ours, trainer, adds):
     """One round of a push. Raises: HubError, 'unsure' where a look at the head must decide what has happened."""
     head = hub.head(job["private"])
     pointed = hub.pointer(head)
-    known = job["over"] and pointed and bare(pointed) == bare(job["over"])
+    known = job["over"] and pointed and pointed["run"] == ours["run"] and bare(pointed) == bare(job["over"])
     if pointed and not precedes(pointed, trainer) and not known:
         raise HubError("overtaken", overtaken_text(hub.repo, pointed, ours))
     there = hub.files(head)
@@ -443,8 +446,10 @@ def make_room(hub, job, head, pointed, size):
             roll(hub, pointed | {"commit": ""}, head)
         hub.api.super_squash_history(hub.repo, branch="main")
         head = hub.head()
-        if pointed:
-            head = roll(hub, pointed | {"commit": head}, head)
+        if found := hub.pointer(head):  # of whatever session: the commit that it names has ended
+            head = roll(hub, found | {"commit": head}, head)
+        if pointed and bare(found) != bare(pointed):  # no compare-and-swap holds over a squash
+            raise HubError("unsure", f"latest.json after a squash says {found}, wanted {pointed}")
         before, used = used, hub.used()
         emit(event="squash", bytes=before, bytes_left=used, seconds=time.monotonic() - began)
     if used + size > limit:
@@ -477,13 +482,18 @@ def prune(hub, head, trainer, keep):
 
     One that it has not come through was never pointed at, or is of a line that was left: no session goes on from it.
     The commit is refused where anybody has written since `head`."""
+    from huggingface_hub.errors import EntryNotFoundError
+
     began, kept, gone = time.monotonic(), 0, []
     for name in folders_of(hub.files(head)):
         if int(name[5:]) >= trainer["step"]:
             continue
-        record = hub.json(f"checkpoints/{name}/trainer.json", head)
-        is_ours = record["run"] == trainer["run"]
-        if is_ours and precedes(record | {"nonce": record["lineage"][-1][0]}, trainer) and kept < max(keep, 1) - 1:
+        try:
+            record = hub.json(f"checkpoints/{name}/trainer.json", head)
+            is_ours, before = record["run"] == trainer["run"], record | {"nonce": record["lineage"][-1][0]}
+        except (HubError, EntryNotFoundError, LookupError, TypeError):  # not a checkpoint that this can judge
+            continue
+        if is_ours and precedes(before, trainer) and kept < max(keep, 1) - 1:
             kept += 1
         elif is_ours:
             gone.append(name)
@@ -705,11 +715,11 @@ class Pusher:
     over: the pointer on the Hub that this session goes back behind on purpose, as `restore` returned it.
     patience_s: how long the end of a session waits for the last push. interrupt.at: when a signal came; AFTER_SIGNAL_S
     later nothing is waited for.
-    safe_step: the newest step whose pointer was read back, -1 for none. overtaken: '' or why this session must stop.
+    safe_step: the newest step that is pointed at there, -1 for none known. overtaken: '' or why this session must stop.
     """
 
     def __init__(self, repo, out_dir, run, private, verify, keep, max_gb, prune_local, report, say, over=None,
-                 patience_s=600.0, interrupt=None):
+                 safe_step=-1, patience_s=600.0, interrupt=None):
         self.out_dir, self.run, self.prune_local, self.report, self.say = Path(out_dir), run, prune_local, report, say
         self.patience_s, self.until, self.seconds = patience_s, None, 0.0  # seconds: that the last push took
         self.signal_at = lambda: interrupt.at if interrupt else math.inf
@@ -717,7 +727,7 @@ class Pusher:
         self.turn = threading.Condition()
         self.waiting = self.busy = self.child = None  # payloads as (step, place, milestones); the child at work
         self.closed, self.hurry, self.yields, self.may_squash, self.pushed = False, False, False, True, set()
-        self.offered, self.safe_step, self.overtaken = -1, -1, ""
+        self.offered, self.safe_step, self.overtaken = -1, safe_step, ""
         self.thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self.thread.start()
 
@@ -748,18 +758,21 @@ class Pusher:
         self._prune_local()
         return self.safe_step >= self.offered
 
-    def settle(self):
+    def settle(self, session_ends=math.inf):
         """Call until it is True: then nothing is left to be pushed, or the time for it is over."""
         now = time.monotonic()
         self.until = self.until or now + self.patience_s
-        until = min(self.until, self.signal_at() + AFTER_SIGNAL_S)
+        until = min(self.until, session_ends, self.signal_at() + AFTER_SIGNAL_S)
         self.finish(max(0.0, min(2.0, until - now)))
         with self.turn:
             if not (self.waiting or self.busy) or self.overtaken:
                 return True
         if time.monotonic() < until:
             return False
-        self.say(f"hub    the time for the last push is over; step {self.safe_step:,} is the newest that is safe there")
+        cause = "the time for the last push is over"
+        newest = f"step {self.safe_step:,}" if self.safe_step >= 0 else "none"
+        self.report("hub_error", step=self.offered, kind="killed", cause=cause, attempt=0)
+        self.say(f"hub    {cause}; {newest} is the newest that is safe there")
         return True
 
     def exit_s(self, size):
@@ -767,16 +780,17 @@ class Pusher:
         return min(2 * (self.seconds or 10 + size / FIRST_GUESS), self.patience_s)
 
     def give_way(self):
-        """Give back the disk space of payloads: one that waits is skipped, the one at work may end its attempt.
-        Returns whether there was one."""
+        """Give back the disk space of payloads: one that waits is skipped, the one at work may end its attempt within
+        the time that is kept for a push at the end. Returns whether there was one."""
         with self.turn:
             older, self.waiting, self.yields = self.waiting, None, True
             held = older or self.busy
             self.turn.notify_all()
         self._drop(older)
+        until = time.monotonic() + self.patience_s
         with self.turn:
-            while self.busy:  # an attempt has a deadline
-                if self.child and self.signal_at() < math.inf:
+            while self.busy:
+                if self.child and (self.closed or self.signal_at() < math.inf or time.monotonic() > until):
                     self.child.kill()
                 self.turn.wait(1)
             self.yields = False
@@ -891,8 +905,8 @@ def restore(repo, out_dir, resume, report, say, private=True, writes=True, stopp
 
     Where the local checkpoint descends from the pointed one nothing is brought. Else the Hub's is: by resume='step_...'
     the named one, if it is not here. report(event, **fields) is called once the run's story (events.jsonl) is in place.
-    Where stopped() becomes true it ends, and out_dir is as it was. Returns the pointer that a Pusher of this session
-    may go back behind, mostly None.
+    Where stopped() becomes true it ends, and out_dir is as it was. Returns what a Pusher of this session needs to know:
+    the pointer that it may go back behind, mostly None; and the step that is safe on the Hub, -1 for none.
     Raises: ValueError, HubError where the Hub cannot be read or holds another run, or nothing that is whole.
     """
     check_repo(repo)
@@ -901,25 +915,41 @@ def restore(repo, out_dir, resume, report, say, private=True, writes=True, stopp
         found = work("look", {"repo": repo, "private": private if writes else None}, stopped=stopped)
         pointed = found["pointer"]
         if not pointed:
-            return say(f"hub    {repo} has no latest.json, so nothing to go on from")
+            say(f"hub    {repo} has no latest.json, so nothing to go on from" + "".join(
+                f"; it holds {name}, which nothing points at" for name in found["checkpoints"][:1]))
+            return None, -1
         say(f"hub    {repo} points at step {pointed['step']:,} of run {pointed['run']}")
         if resume == "never":
             raise ValueError(f"resume='never', but {repo} holds {pointed['checkpoint']} of run {pointed['run']}; "
                              "resume='auto' goes on with it, another hub_repo starts anew")
         if not writes:
-            return None
+            _compare_only(repo, out_dir, pointed, say)
+            return None, -1
         seconds = {"look_s": time.monotonic() - began}
         return _bring(repo, Path(out_dir), resume, found, seconds, lambda event, **fields: told.append((event, fields)),
                       say, stopped)
     except HubError as error:
         if stopped():
-            return None
+            return None, -1
         if error.kind == "missing" and not writes:
-            return say(f"hub    nothing can be read yet: {error}")
+            say(f"hub    nothing can be read yet: {error}")
+            return None, -1
         raise HubError(error.kind, f"{error}{ADVICE.get(error.kind, '')}") from error
     finally:
         for event, fields in told:
             report(event, **fields)
+
+
+def _compare_only(repo, out_dir, pointed, say):
+    """What a session that writes nothing, eval_only or dry_run, can say of the Hub's run and this disk's."""
+    import checkpoint
+
+    here = checkpoint.pointer(out_dir)
+    if here and here["run"] != pointed["run"]:
+        raise ValueError(f"{out_dir} holds run {here['run']}, and {repo} holds run {pointed['run']}; set another "
+                         "hub_repo or another out_dir")
+    if not here:
+        say(f"hub    a session that trains would bring {pointed['checkpoint']} first; this one has {out_dir} alone")
 
 
 def _bring(repo, out_dir, resume, found, seconds, note, say, stopped):
@@ -931,9 +961,9 @@ def _bring(repo, out_dir, resume, found, seconds, note, say, stopped):
         raise ValueError(f"{out_dir} holds run {local[1]['run']}, and {repo} holds run {pointed['run']}; set another "
                          "hub_repo or another out_dir")
     if named and (out_dir / "checkpoints" / named).is_dir():
-        return pointed
+        return pointed, -1
     if local and not named and precedes(pointed, local[1]):
-        return None
+        return None, pointed["step"]
     older = [name for name in found["checkpoints"] if int(name[5:]) < pointed["step"]]
     sources = [(named, found["head"], None)] if named else [
         *[(pointed["checkpoint"], commit, pointed["manifest_sha256"])
@@ -945,7 +975,7 @@ def _bring(repo, out_dir, resume, found, seconds, note, say, stopped):
             break
         try:
             _pull(repo, out_dir, name, commit, pointed["run"], digest, not named, seconds, local, note, say, stopped)
-            return None if digest else pointed
+            return (None, pointed["step"]) if digest else (pointed, -1)
         except (checkpoint.Damaged, HubError) as error:
             if getattr(error, "kind", "damaged") not in ("damaged", "missing"):
                 raise
@@ -953,7 +983,7 @@ def _bring(repo, out_dir, resume, found, seconds, note, say, stopped):
             note("damaged", checkpoint=name, cause=causes[-1], hub=repo)
     if local and not named:
         say(f"hub    nothing newer on {repo} is whole: {local[0].name} of {out_dir} goes on")
-        return pointed
+        return pointed, -1
     raise ValueError("\n  ".join([
         f"{repo} has no whole {named or 'checkpoint'}, and a run does not start over one that was begun; it lists "
         f"{', '.join(found['checkpoints']) or 'none'}", *causes]))
@@ -977,12 +1007,12 @@ def _local(out_dir, run, note):
 
 
 def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note, say, stopped):
-    """Download, verify and put in place one checkpoint, after the run's story where that is absent here."""
+    """Download, verify and put in place one checkpoint, after the run's story, which takes the place of one here."""
     import checkpoint
 
-    place, absent = out_dir / f".tmp-pull-{os.urandom(4).hex()}", [
-        part for part in (*STORY, "samples") if not (out_dir / part).exists()]
-    wants = "|".join([f"checkpoints/{name}/[^/]+", *[re.escape(part) + "(/[^/]+)?" for part in absent]])
+    place, story = out_dir / f".tmp-pull-{os.urandom(4).hex()}", [
+        part for part in (*STORY, "samples") if point or not (out_dir / part).exists()]
+    wants = "|".join([f"checkpoints/{name}/[^/]+", *[re.escape(part) + "(/[^/]+)?" for part in story]])
     place.mkdir(parents=True)
     try:
         clock = time.monotonic()
@@ -995,8 +1025,10 @@ def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note,
             raise HubError("missing", f"{repo} has no {name} at {commit[:8]}")
         trainer = checkpoint.verify(folder, run, digest)[1]
         seconds["verify_s"] = seconds.get("verify_s", 0) + time.monotonic() - clock
-        for part in absent:
+        for part in story:
             if (place / part).exists():
+                if (out_dir / part).exists():  # of a session that did not get so far, or of another line
+                    checkpoint._set_aside(out_dir / part, "aside")
                 os.rename(place / part, out_dir / part)
         target.parent.mkdir(exist_ok=True)
         if os.path.lexists(target):

@@ -431,11 +431,13 @@ class Interrupt:
             self.name, self.at = names[0], time.monotonic()
         return names
 
+    def arrived(self, number, _frame):
+        self.note([signal.Signals(number).name])
+
     @contextlib.contextmanager
     def listening(self):
         """Takes the signals of CAUGHT, and in the end gives them back to whoever had them."""
-        arrived = lambda number, _frame: self.note([signal.Signals(number).name])
-        before = {name: signal.signal(signal.Signals[name], arrived) for name in CAUGHT}
+        before = {name: signal.signal(signal.Signals[name], self.arrived) for name in CAUGHT}
         try:
             yield
         finally:

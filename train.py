@@ -209,7 +209,7 @@ def patiently_from_rank_0(ranks, interrupt, function, *arguments):
         while not from_rank_0(ranks, lambda: bool(concurrent.futures.wait([task], 2).done)):
             signals_heard(ranks, interrupt)
     if signals_heard(ranks, interrupt):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("stopped (signal): nothing was loaded yet that could be saved")
     return from_rank_0(ranks, lambda: task.result())
 
 
@@ -804,8 +804,8 @@ def main():
             from_rank_0(ranks, checkpoint.claim, out_dir, at_exit)
             journal.claimed = True
         if hub_repo:
-            over = patiently_from_rank_0(ranks, interrupt, hub.restore, hub_repo, out_dir, resume, report, say,
-                                         hub_private, writes)
+            known = patiently_from_rank_0(ranks, interrupt, hub.restore, hub_repo, out_dir, resume, report, say,
+                                          hub_private, writes)
             stages.end("hub")
         run.session = 1 + from_rank_0(ranks, journal.last_session)
         tell = lambda event, **fields: (say(f"{event:6} {json.dumps(fields)}"), report(event, **fields))
@@ -879,7 +879,7 @@ def main():
         at_exit.callback(hasher.close)
         if lead:
             pusher = hub_repo and hub.Pusher(hub_repo, out_dir, run.run, hub_private, hub_verify, hub_keep, hub_max_gb,
-                                             hub_prune_local, report, say, over, 60 * hub_exit_minutes, interrupt)
+                                             hub_prune_local, report, say, *known, 60 * hub_exit_minutes, interrupt)
             saver = checkpoint.Saver(
                 out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say, pusher,
                 saved_at=run.step if trainer else -1, touch=checkpoint_interval or milestone_interval)
@@ -937,7 +937,7 @@ def main():
                     pass
             elif any(kinds):
                 while not from_rank_0(ranks, lambda: saver.begin(run.step, run.lineage[-1][0], records, *kinds)):
-                    pass
+                    signals_heard(ranks, interrupt)
             began = time.monotonic()
             if in_time and len(all_val) and (at_end or due(eval_interval)) and run.step != evaluated_at:
                 starts = all_val if at_end else some_val
@@ -990,7 +990,7 @@ def main():
         if reason == "signal":
             report("signal", name=" ".join(signals))
         report("finish" if finished else "stop", reason=reason)
-        while not from_rank_0(ranks, lambda: saver.pushed(in_time)):
+        while not from_rank_0(ranks, lambda: saver.pushed(in_time, session_ends)):
             signals_heard(ranks, interrupt)
         journal.status("finished" if finished else "stopped", reason)
         preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size)

@@ -1,4 +1,4 @@
-"""Tokens a second on this machine's CPU, in two shapes; against another trainer in one interleaved run, if one is given.
+"""Tokens a second on the CPU of this machine, in two shapes; beside another trainer in one interleaved run.
 
     python bench/throughput.py                             both shapes, 3 rounds
     python bench/throughput.py --shape byte --rounds 5 --against 'python -u other.py --data={data} --steps={steps}'
@@ -6,7 +6,7 @@
 train.py itself runs with its logging on. A step is the wall clock between two of its lines as they arrive, so loader,
 clipping, optimizer and logging are in it; the first step counts from the start of the process. Another trainer must
 print a line a step that begins with "step N" or "iter N"; {data}, {out}, {steps}, {vocab}, {n_layer}, {n_head},
-{n_embd}, {context} and {batch} are filled in, where {data} has train.bin and val.bin of uint16 token ids. Within a round
+{n_embd}, {context} and {batch} are filled in, where {data} has train.bin and val.bin of uint16 token ids. In a round
 one runs after the other, the order alternates, and a ratio is taken within a round. No ratio is printed from fewer than
 5 rounds in which other work on the machine took at most 10 % of it. Prints a table, then one JSON line.
 """

@@ -1,6 +1,7 @@
 """The run on the Hub: the cycle of a push and its faults, two writers, outages, cold starts, commands, secrets."""
 
 import copy
+import errno
 import json
 import os
 import re
@@ -112,10 +113,12 @@ def big(out_dir, step, megabytes=3):
 
 
 def restored(out_dir, resume="auto", **more):
-    """What a cold start gives back, and its events."""
+    """What a cold start says may be gone back behind, and its events."""
     events = []
     report = lambda event, **fields: events.append({"event": event, **fields})
-    return hub.restore(REPO, out_dir, resume, report, lambda text: None, **more), events
+    (over, safe_step), events = hub.restore(REPO, out_dir, resume, report, lambda text: None, **more), events
+    assert safe_step == -1 or not over
+    return over, events
 
 
 def found(out_dir):
@@ -554,6 +557,19 @@ def test_history_is_squashed_above_hub_max_gb_and_the_pointer_never_hangs(server
     assert restored(tmp_path / "new")[0] is None and found(tmp_path / "new") == ("step_00000012", "a")
 
 
+def test_a_session_that_takes_over_while_history_is_squashed_is_not_moved_back(server, tmp_path):
+    """A squash has no compare-and-swap: what it finds afterwards is looked at before anything is pointed at."""
+    pushed(server, tmp_path / "a", 4)
+    server.add_fault("hang", "POST .*super-squash", seconds=4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with Session(tmp_path / "a", max_gb=1e-9) as frozen:
+        frozen.pusher.offer(save(tmp_path / "a", 8, lineage=(A,)))
+        assert server.wait_for("POST .*super-squash")
+        pushed(server, tmp_path / "b", 12, lineage=(A, B))
+        assert not frozen.pusher.finish(LIMIT_S) and frozen.pusher.overtaken
+    assert pointed_at(server) == (12, "b")
+
+
 def test_pushing_stops_with_an_event_where_a_squash_does_not_help(server, tmp_path):
     server.squash_frees = False
     out_dir = tmp_path / "run"
@@ -732,19 +748,42 @@ def test_a_kill_while_it_downloads_leaves_nothing_in_the_way(server, tmp_path):
     assert found(tmp_path / "new") == ("step_00000004", "a") and not leftovers(tmp_path / "new")
 
 
+def test_the_story_of_a_disk_that_was_left_behind_is_set_aside_for_the_runs(server, tmp_path):
+    for step, row in ((4, "old"), (8, "old\nnew")):
+        folder = save(tmp_path / "run", step, lineage=(A,))
+        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"rows": row}) + "\n")
+        if step == 4:
+            shutil.copytree(tmp_path / "run", tmp_path / "left")
+        with Session(tmp_path / "run") as session:
+            assert session.push(folder)
+    restored(tmp_path / "left")
+    assert (tmp_path / "left" / "metrics.jsonl").read_text() == (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert json.loads((tmp_path / "left" / "metrics.jsonl.aside-1").read_text()) == {"rows": "old"}
+
+
+def test_what_this_disk_refuses_is_not_taken_for_an_unreachable_hub():
+    assert hub.kind_of(OSError(errno.ENOSPC, "No space left on device")) == "error"
+    assert hub.kind_of(ConnectionResetError()) == "unreachable"
+
+
+def test_a_repository_is_made_at_the_second_try_too(server, tmp_path):
+    fault = server.add_fault("status", "POST /api/repos/create", code=503)
+    assert restored(tmp_path / "run") == (None, []) and fault["fired"] == 1 and REPO in server.repos
+
+
 # -- weights by name
 
 def test_weights_are_fetched_by_the_name_of_a_repository(server, tmp_path):
     pushed(server, tmp_path / "run", 4)
-    folder = hub.fetch(f"hf:{REPO}", tmp_path / "weights")
+    folder = hub.fetch(f"hf:{REPO}", place=tmp_path / "weights")
     assert sorted(path.name for path in folder.iterdir()) == ["model.json", "model.safetensors"]
     checkpoint.check_init(folder, {}, checkpoint.sha256(folder_of(tmp_path / "run", 4) / "model.safetensors"))
     count = len(server.requests("GET /lfs"))
-    assert hub.fetch(f"hf:{REPO}", tmp_path / "weights") == folder
-    assert hub.fetch(f"hf:{REPO}@main", tmp_path / "weights") != folder
+    assert hub.fetch(f"hf:{REPO}", place=tmp_path / "weights") == folder
+    assert hub.fetch(f"hf:{REPO}@main", place=tmp_path / "weights") != folder
     assert len(server.requests("GET /lfs")) == count + 1, "a commit that is here is not fetched again"
     with pytest.raises(hub.HubError, match="me/nothing"):
-        hub.fetch("hf:me/nothing", tmp_path / "weights")
+        hub.fetch("hf:me/nothing", place=tmp_path / "weights")
 
 
 def test_the_newest_milestone_is_fetched_where_nothing_is_pointed_at(server, tmp_path):
@@ -753,7 +792,7 @@ def test_the_newest_milestone_is_fetched_where_nothing_is_pointed_at(server, tmp
         folder = milestone(tmp_path, step)
         server.commit(REPO, {f"milestones/{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()})
     wanted = (tmp_path / "milestones" / "step_00000008" / "model.safetensors").read_bytes()
-    assert (hub.fetch(f"hf:{REPO}", tmp_path / "weights") / "model.safetensors").read_bytes() == wanted
+    assert (hub.fetch(f"hf:{REPO}", place=tmp_path / "weights") / "model.safetensors").read_bytes() == wanted
 
 
 # -- commands

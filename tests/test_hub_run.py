@@ -110,10 +110,13 @@ def test_the_live_line_shows_what_is_safe(words, server, tmp_path):
         return made[0]
 
     pusher = type("hub", (), vars(hub) | {"Pusher": staticmethod(kept)})
-    text = ok(words(), hub=pusher, train_step=before_step(7, lambda: wait_for(lambda: made[0].safe_step == 4)))
+    safe = lambda: wait_for(lambda: made[0].safe_step == 4)
+    text = ok(words(schedule="constant"), hub=pusher, train_step=before_step(7, safe))
     live = {int(line.split()[1].partition("/")[0]): line for line in text.splitlines() if line.startswith("step ")}
     assert live[1].endswith("  safe -1") and live[7].endswith("  safe 4")
     assert "hub    step 12 is safe on me/run" in text
+    text = ok(words("disk-1", hub_keep=3, max_steps=13, schedule="constant"))
+    assert "  safe 12" in text, "what was brought from there is safe there"
 
 
 def test_here_only_what_is_not_yet_safe_is_kept(words, tmp_path, server):
@@ -150,6 +153,27 @@ def test_a_repository_is_named_by_owner_and_name(words, repo):
     assert code == 2 and "is not a repository of the Hub; write owner/name" in text
 
 
+def test_another_runs_step_is_not_gone_back_to(words, server, tmp_path):
+    ok(words("disk-0", max_steps=8, schedule="constant"))
+    ok(words("other", hub_repo="", max_steps=4, seed=7, schedule="constant"))
+    shutil.rmtree(tmp_path / "disk-0/checkpoints/step_00000004")
+    shutil.copytree(tmp_path / "other/checkpoints/step_00000004", tmp_path / "disk-0/checkpoints/step_00000004")
+    before = pointed_at(server)
+    code, text = session(words("disk-0", max_steps=8, seed=7, schedule="constant", resume="step_00000004"))
+    assert code == 1 and "holds run" in text and pointed_at(server) == before
+
+
+def test_a_session_that_only_reads_says_what_the_hub_holds(words, server, tmp_path):
+    ok(words("disk-0", max_steps=4))
+    code, text = session(words("empty", max_steps=4, dry_run=True))
+    assert code == 0 and "a session that trains would bring step_00000004 first" in text
+    code, text = session(words("empty", max_steps=4, eval_only=True))
+    assert code == 2 and "would bring step_00000004 first" in text and not (tmp_path / "empty").exists()
+    ok(words("other", max_steps=4, hub_repo=""))
+    code, text = session(words("other", max_steps=4, dry_run=True))
+    assert code == 2 and "set another hub_repo or another out_dir" in text
+
+
 # -- two writers
 
 def test_a_frozen_session_that_wakes_up_stops_and_moves_nothing(words, server, tmp_path):
@@ -177,6 +201,16 @@ def test_a_frozen_session_that_wakes_up_stops_and_moves_nothing(words, server, t
     assert not any(map(is_there, pids))
 
 
+def test_of_two_sessions_that_begin_a_run_one_goes_on(words, server, tmp_path):
+    def other():
+        process = start_command(tmp_path / "log", *words("other", max_steps=4))
+        assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+
+    code, text = session(words(), train_step=before_step(2, other))
+    assert code == 1 and "set another hub_repo" in text and status(tmp_path / "run")[:2] == ("failed", "hub")
+    assert pointed_at(server)[0] == 4
+
+
 # -- training does not wait
 
 def test_an_outage_of_the_whole_session_costs_no_step(words, straight, server, tmp_path):
@@ -188,6 +222,24 @@ def test_an_outage_of_the_whole_session_costs_no_step(words, straight, server, t
     server.faults.clear()
     ok(words(eval_interval=6))
     assert pointed_at(server)[0] == 12, "a further launch brings it there"
+
+
+def test_what_an_outage_kept_from_the_hub_is_pushed_when_the_next_session_begins(words, server, tmp_path):
+    more = {"max_steps": 1000, "schedule": "constant"}
+    ok(words(stop_after_steps=4, **more))
+    ok(words(stop_after_steps=4, hub_repo="", **more))
+    seen = lambda: wait_for(lambda: pointed_at(server)[0] == 8)
+    ok(words(checkpoint_interval=0, stop_after_steps=3, hub_exit_minutes=0, **more), train_step=before_step(2, seen))
+
+
+def test_the_deadline_of_a_session_holds_for_the_last_push_too(words, server, tmp_path):
+    """hub_exit_minutes is longer than what session_minutes leaves, and the Hub is out."""
+    out = lambda: server.add_fault("status", times=0, code=503)
+    began = time.monotonic()
+    ok(words(max_steps=10**6, schedule="constant", log_interval=1000, session_minutes=0.4, hub_exit_minutes=0.15,
+             checkpoint_interval=0), train_step=before_step(1, out))
+    assert time.monotonic() - began < 24 + 5 and status(tmp_path / "run")[:2] == ("stopped", "minutes")
+    assert events(tmp_path / "run", "hub_error")[-1]["cause"] == "the time for the last push is over"
 
 
 def test_a_push_that_hangs_holds_up_no_step(words, server, tmp_path):
@@ -216,7 +268,7 @@ def test_a_signal_while_the_last_push_is_waited_for_ends_the_wait(words, server,
     monkeypatch.setattr(hub, "AFTER_SIGNAL_S", 1.0)
     server.add_fault("hang", "PUT /lfs", times=0)
     settle = Before(hub.Pusher.settle, 2, lambda: signal_self("SIGINT"))
-    monkeypatch.setattr(hub.Pusher, "settle", lambda pusher: settle(pusher))
+    monkeypatch.setattr(hub.Pusher, "settle", lambda *arguments: settle(*arguments))
     text = ok(words(max_steps=4))
     assert "the time for the last push is over" in text and status(tmp_path / "run") == ("finished", "horizon", 4)
 
@@ -230,6 +282,7 @@ def test_a_signal_in_a_cold_start_ends_it_and_leaves_nothing(words, server, tmp_
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     assert status(tmp_path / "disk-1") == ("stopped", "signal", 0)
+    assert "nothing was loaded yet that could be saved" in (tmp_path / "log").read_text()
     assert sorted(path.name for path in (tmp_path / "disk-1").iterdir()) == ["lock", "status.json"]
     assert not any(map(is_there, pids))
     server.faults.clear()
@@ -241,7 +294,7 @@ def test_a_signal_in_a_cold_start_ends_it_and_leaves_nothing(words, server, tmp_
 
 class Pushing:
     """In place of a Pusher: one payload at work, whose end gives its space back."""
-    overtaken, seconds = "", 7.0
+    overtaken, seconds, safe_step = "", 7.0, -1
 
     def __init__(self, held=True):
         self.held, self.offered = held, []
