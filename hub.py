@@ -508,10 +508,17 @@ def prune(hub, head, trainer, keep):
 def look(hub, job):
     """What a repository holds at a revision, the head if none is given: its pointer, checkpoints and milestones. It is
     made where there is none and `private` says how."""
-    head = job.get("revision") or hub.head(job.get("private"))
-    pointed = hub.pointer(head) or not job.get("revision") and hub.pointer("main")  # a stale head may lack it
+    deadline = time.monotonic() + hub.timeout_s
+    while True:
+        head = job.get("revision") or hub.head(job.get("private"))
+        pointed = hub.pointer(head)
+        if job.get("revision") or pointed == (latest := hub.pointer("main")):
+            break
+        if time.monotonic() > deadline:  # a late answer must not make a session go on from an older checkpoint
+            raise HubError("unreachable", f"latest.json at the head {head[:8]} says {pointed}, at main {latest}")
+        time.sleep(min(hub.pause_s, 1))
     files = hub.files(head)
-    return {"head": head, "pointer": pointed or None, "checkpoints": folders_of(files),
+    return {"head": head, "pointer": pointed, "checkpoints": folders_of(files),
             "milestones": folders_of(files, "milestones")}
 
 

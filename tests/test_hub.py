@@ -722,6 +722,18 @@ def test_a_step_that_is_there_alone_can_be_gone_back_to(server, tmp_path):
         restored(tmp_path / "newer", "step_00000006")
 
 
+@pytest.mark.parametrize("match", ["GET /api/models/me/run$", "GET .*resolve/main/latest.json"])
+def test_a_late_answer_brings_no_older_checkpoint(server, tmp_path, monkeypatch, match):
+    monkeypatch.setattr(hub, "NET", {"timeout_s": 3.0, "pause_s": 0.02})
+    pushed(server, tmp_path / "run", 4, 8)
+    fault = server.add_fault("stale_resolve", match, back=2)
+    restored(tmp_path / "new")
+    assert fault["fired"] == 1 and found(tmp_path / "new") == ("step_00000008", "a")
+    server.add_fault("stale_resolve", match, back=2, times=0)
+    with pytest.raises(hub.HubError, match="start again when it answers"):
+        restored(tmp_path / "newer", private=True)
+
+
 def test_resume_never_refuses_what_is_there_before_it_is_brought(server, tmp_path):
     pushed(server, tmp_path / "run", 4)
     with pytest.raises(ValueError, match="resume='never', but me/run holds step_00000004"):
