@@ -121,7 +121,8 @@ def main():
         folder = Path(name)
         (folder / "text.txt").write_text("the run after so many kills is the same run. " * 20000)
         data = folder / "data"
-        subprocess.run([sys.executable, "data/prepare.py", "build", str(folder / "text.txt"), "--out", str(data)],
+        subprocess.run([sys.executable, "data/prepare.py", "build", str(folder / "text.txt"), "--out", str(data),
+                        "--val-ratio", "0"],
                        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         try:
             hubs = {}

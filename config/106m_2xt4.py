@@ -5,7 +5,8 @@
 #   the run      3,814 steps x 262,144 = 999,817,216 tokens, 9.4 tokens per parameter; it decays from step 3,051 on
 #   time         at the 12,977 tokens/s published for such a run: 21.4 hours of both cards
 # float16 with loss scaling, because a T4 only emulates bfloat16 (dtype = 'auto' would pick the same).
-# Launch: torchrun --standalone --nproc_per_node=2 train.py config/106m_2xt4.py --session_minutes=690
+# Launch, on an empty disk each time: torchrun --standalone --nproc_per_node=2 train.py config/106m_2xt4.py \
+#   --session_minutes=690 --hub_repo=owner/name
 # Expected: not measured here. A tokenizer of 49,152 ids makes losses that other vocabularies cannot be compared with;
 # compare bits per byte.
 out_dir = "out/106m_2xt4"

@@ -627,7 +627,7 @@ def pointer_with(server, **changes):
     ({"kind": "status", "code": 500, "match": "GET"}, "start again when it answers"),
     ({"kind": "status", "code": 403, "match": "GET .*resolve"}, "token"),
     ({"kind": "missing", "match": "GET .*resolve", "path": "latest.json"}, "is the name right"),
-    ({"kind": "corrupt", "match": "GET .*latest.json", "at": 1}, "latest.json on the Hub is damaged"),
+    ({"kind": "corrupt", "match": "GET .*latest.json", "at": 1}, "latest.json: other bytes came than its ETag says"),
     ({"kind": "missing", "match": "GET .*resolve", "path": "trainer.json"}, "no whole checkpoint"),
     ({"kind": "corrupt", "match": "GET /lfs"}, "no whole checkpoint"),
 ], ids=["unreachable", "500", "refused", "no pointer file", "pointer", "a file is missing", "bytes"])
@@ -637,6 +637,13 @@ def test_what_cannot_be_read_is_an_error_never_a_fresh_run(server, tmp_path, fau
     with pytest.raises((ValueError, hub.HubError), match=message):
         restored(tmp_path / "new")
     assert not list((tmp_path / "new").glob("*"))
+
+
+def test_a_pointer_that_nobody_wrote_so_is_an_error(server, tmp_path):
+    pushed(server, tmp_path / "run", 4)
+    pointer_with(server, checkpoint="step_00000008")
+    with pytest.raises(hub.HubError, match="latest.json on the Hub is damaged"):
+        restored(tmp_path / "new")
 
 
 @pytest.mark.parametrize("role", ["hf_wrongwrongwrongwrong", ""])
@@ -655,6 +662,13 @@ def test_one_flipped_bit_on_the_way_is_asked_for_again(server, tmp_path):
     fault = server.add_fault("corrupt", "GET /lfs")
     restored(tmp_path / "new")
     assert fault["fired"] == 1 and found(tmp_path / "new") == ("step_00000004", "a")
+
+
+def test_a_listing_that_is_short_once_brings_no_older_checkpoint(server, tmp_path):
+    pushed(server, tmp_path / "run", 4, 8)
+    fault = server.add_fault("missing", "GET .*/tree/", path="optimizer", times=3)
+    assert restored(tmp_path / "new")[0] is None
+    assert fault["fired"] == 3 and found(tmp_path / "new") == ("step_00000008", "a")
 
 
 def test_a_damaged_checkpoint_there_is_passed_over_for_the_older_one(server, tmp_path):
@@ -720,6 +734,26 @@ def test_a_step_that_is_there_alone_can_be_gone_back_to(server, tmp_path):
     assert checkpoint.find(tmp_path / "new", "step_00000004", lambda *_, **__: None, True)[1]["step"] == 4
     with pytest.raises(ValueError, match="has no whole step_00000006"):
         restored(tmp_path / "newer", "step_00000006")
+
+
+def test_one_flipped_bit_of_the_pointer_is_not_believed(server, tmp_path):
+    """The bit leaves JSON of the right form: only the hash of the answer tells."""
+    pushed(server, tmp_path / "run", 4, 8)
+    at = server.tree(REPO)["latest.json"].index(b'"manifest_sha256": "') + 25
+    fault = server.add_fault("corrupt", "GET .*latest.json", at=at, times=2)
+    restored(tmp_path / "new")
+    assert fault["fired"] == 2 and found(tmp_path / "new") == ("step_00000008", "a")
+
+
+def test_a_squash_that_was_cut_off_is_done_in_the_next_round(server, tmp_path):
+    with Session(tmp_path / "run", keep=1, max_gb=0.0075) as session:
+        assert session.push(big(tmp_path / "run", 4))
+        # the second pointer is the one that is rolled before the squash
+        race = server.add_fault("race", POINT, after=1, files={"notes.txt": "another writer"})
+        for step in (8, 12):
+            assert session.push(big(tmp_path / "run", step)), session.events
+    assert "full" not in session.failures() and session.named("squash") and race["fired"]
+    assert pointed_at(server) == (12, "a")
 
 
 @pytest.mark.parametrize("match", ["GET /api/models/me/run$", "GET .*resolve/main/latest.json"])
