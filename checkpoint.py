@@ -210,11 +210,11 @@ def read(folder, name, wanted):
 
 
 def read_all(folder, parameters, state):
-    """The tensors of a folder ('': none) for a model's parameters and, unless it is {}, an optimizer's state.
+    """The tensors of a folder for a model's parameters and, unless it is {}, an optimizer's state.
 
     Raises: as `read`.
     """
-    weights = read(folder, "model.safetensors", parameters) if folder else {}
+    weights = read(folder, "model.safetensors", parameters)
     return weights | (read(folder, "optimizer.safetensors", state) if state else {})
 
 

@@ -54,8 +54,7 @@ class GPTConfig:
     tie_embeddings: bool = True    # the head is the token embedding
 
     def __post_init__(self):
-        problems = self._wrong_types() or self._wrong_values()
-        if problems:
+        if problems := self._wrong_types() or self._wrong_values():
             raise ValueError("these model settings cannot be used:\n" + "\n".join("  " + p for p in problems))
         rounded = 64 * max(1, int(self.mlp_ratio * self.n_embd / 64 + 0.5))
         resolved = {"n_kv_head": self.n_kv_head or self.n_head,
@@ -66,28 +65,19 @@ class GPTConfig:
 
     def _wrong_types(self):
         """Problems with types; an int may stand for a float, nothing else for anything."""
-        problems = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            accepted = (int, float) if field.type is float else (field.type,)
-            if type(value) not in accepted:
-                problems.append(f"{field.name} is of type {field.type.__name__}, got {value!r}")
-        return problems
+        values = [(field.name, field.type, getattr(self, field.name)) for field in fields(self)]
+        return [f"{name} is of type {kind.__name__}, got {value!r}" for name, kind, value in values
+                if type(value) not in ((int, float) if kind is float else (kind,))]
 
     def _wrong_values(self):
         """Problems with values and with pairs of them."""
-        problems = []
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
-        for name in ("n_kv_head", "head_width", "mlp_hidden", "logit_cap"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append(f"{name} {getattr(self, name)} must be 0 or more, and finite")
-        for name in ("norm_eps", "rope_theta", "mlp_ratio"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"{name} {getattr(self, name)} must be above 0, and finite")
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout {self.dropout} must be at least 0 and below 1")
+        limits = (("vocab_size block_size n_layer n_head n_embd", lambda value: value >= 1, "at least 1"),
+                  ("n_kv_head head_width mlp_hidden logit_cap", lambda value: 0 <= value < math.inf,
+                   "0 or more, and finite"),
+                  ("norm_eps rope_theta mlp_ratio", lambda value: 0 < value < math.inf, "above 0, and finite"),
+                  ("dropout", lambda value: 0 <= value < 1, "at least 0 and below 1"))
+        problems = [f"{name} {getattr(self, name)} must be {text}" for names, fits, text in limits
+                    for name in names.split() if not fits(getattr(self, name))]
         for name, choices in (("norm", ("layernorm", "rmsnorm")), ("position", ("learned", "rope")),
                               ("mlp", ("gelu", "swiglu"))):
             if getattr(self, name) not in choices:
@@ -220,12 +210,41 @@ class Block(nn.Module):
         return x_BTC + self.mlp(self.ln_2(x_BTC)), first_v
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """Head and cross-entropy, `rows` rows of logits at a time in one buffer, with the gradients formed on the way: no
+    pass over the logits and no product is done twice. In float32; every loss must have one weight in what is
+    differentiated, as in a mean."""
+
+    @staticmethod
+    def forward(ctx, x_NC, weight_VC, targets_N, rows):
+        losses_N, grad_NC, grad_VC = x_NC.new_empty(len(x_NC)), torch.empty_like(x_NC), torch.zeros_like(weight_VC)
+        buffer = x_NC.new_empty(min(rows, len(x_NC)), len(weight_VC))
+        for x, targets, losses, grad in zip(*(whole.split(rows) for whole in (x_NC, targets_N, losses_N, grad_NC))):
+            p_NV, at = torch.mm(x, weight_VC.mT, out=buffer[:len(x)]), targets[:, None]
+            torch.softmax(p_NV, dim=1, out=p_NV)
+            p_N = p_NV.gather(1, at).squeeze(1)
+            losses.copy_(-p_N.log())
+            if (tiny := p_N < 1e-30).any():  # whose logarithm is no longer exact
+                losses[tiny] = F.cross_entropy(F.linear(x[tiny], weight_VC), targets[tiny], reduction="none")
+            p_NV.scatter_add_(1, at, p_NV.new_full(at.shape, -1))  # now the gradient of the logits
+            torch.mm(p_NV, weight_VC, out=grad)
+            grad_VC.addmm_(p_NV.mT, x)
+        ctx.save_for_backward(grad_NC, grad_VC)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx, weights_N):
+        grad_NC, grad_VC = ctx.saved_tensors
+        assert (weights_N == weights_N[0]).all(), "each loss has the same weight"
+        return grad_NC.mul_(weights_N[0]), grad_VC.mul_(weights_N[0]), None, None
+
+
 class GPT(nn.Module):
     """The model; parameters are float32 and have GPT-2's names.
 
     activation_checkpointing: training keeps only what enters each block and computes the rest again in
     backward, bit for bit. loss_chunk_tokens: tokens whose logits are held at one time, 0 = all. seed: of the
-    first weights.
+    first weights; None leaves them as memory was, for whoever loads others.
     """
 
     def __init__(self, config, activation_checkpointing=False, loss_chunk_tokens=0, seed=0):
@@ -240,7 +259,7 @@ class GPT(nn.Module):
         self.lm_head = None  # a tied head is wte itself, so that the state dict names each tensor once
         if not config.tie_embeddings:
             self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if not self.wte.weight.is_meta:
+        if seed is not None and not self.wte.weight.is_meta:
             self.init_weights(seed)
 
     @torch.no_grad()
@@ -256,10 +275,8 @@ class GPT(nn.Module):
                 if name.endswith("c_proj.weight"):  # 2 * n_layer of these add up in the residual stream
                     std /= math.sqrt(2 * self.config.n_layer)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * std)
-            elif name.endswith("bias"):
-                parameter.zero_()
             else:
-                parameter.fill_(0.5 if name.endswith("value_mix") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 0.5 if name.endswith("value_mix") else 1.0)
 
     def forward(self, idx_BT, targets_BT=None):
         """Returns loss_BT, the cross-entropy of each target; without targets the logits [B, T, vocab_size].
@@ -272,6 +289,9 @@ class GPT(nn.Module):
         x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
         if self.loss_chunk_tokens == 0:
             return self.loss(x_NC, targets_N).view_as(targets_BT)
+        if x_NC.device.type == "cpu" and torch.is_grad_enabled() and not (
+                self.config.logit_cap or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
+            return ChunkedLoss.apply(x_NC, self.head_weight(), targets_N, self.loss_chunk_tokens).view_as(targets_BT)
         chunks = zip(x_NC.split(self.loss_chunk_tokens), targets_N.split(self.loss_chunk_tokens))
         losses = [checkpoint(self.loss, x, targets, use_reentrant=False, preserve_rng_state=False)
                   for x, targets in chunks]
@@ -282,8 +302,7 @@ class GPT(nn.Module):
 
         Raises: ValueError for a window longer than block_size.
         """
-        T = idx_BT.shape[1]
-        if T > self.config.block_size:
+        if (T := idx_BT.shape[1]) > self.config.block_size:
             raise ValueError(f"{T} positions do not fit in block_size {self.config.block_size}; crop them")
         x_BTC = self.wte(idx_BT)
         rope = None
@@ -302,12 +321,15 @@ class GPT(nn.Module):
 
     def logits(self, x):
         """Returns the head's float32 logits [..., V] of x [..., C], over the padded vocabulary."""
-        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        weight = self.head_weight()
         # autocast shares its half-precision copy of a parameter, but not of a view: so each chunk of the loss
         # has its own copy, and the gradients of the chunks are summed in float32
         logits = F.linear(x, weight.view_as(weight)).float()
         cap = self.config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def head_weight(self):
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def loss(self, x_NC, targets_N):
         """Head and loss in one, so that a chunk's logits live no longer than this call."""
@@ -327,10 +349,10 @@ def with_weights(model, weights):
 
 
 def first_loss(model):
-    """The mean loss on 1,024 random tokens, to be held against expected_first_loss; moves no generator but its own."""
+    """The mean loss on 256 random tokens, to be held against expected_first_loss; moves no generator but its own."""
     config, was_training = model.config, model.training
-    generator, T = torch.Generator().manual_seed(0), min(config.block_size, 512)
-    ids = torch.randint(config.vocab_size, (2, -(-1024 // T), T), generator=generator).to(model.wte.weight.device)
+    generator, T = torch.Generator().manual_seed(0), min(config.block_size, 256)
+    ids = torch.randint(config.vocab_size, (2, -(-256 // T), T), generator=generator).to(model.wte.weight.device)
     model.eval()
     loss = model.forward(*ids).mean().item()
     model.train(was_training)
@@ -354,14 +376,8 @@ def parameter_counts(model):
     """Number of parameters by what they are for; 'vectors' are all biases, gains and mixes."""
     counts = dict.fromkeys(("embeddings", "head", "attention", "mlp", "vectors", "total"), 0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            group = "vectors"
-        elif name.startswith(("wte", "wpe")):
-            group = "embeddings"
-        elif name.startswith("lm_head"):
-            group = "head"
-        else:
-            group = "attention" if ".attn." in name else "mlp"
+        group = ("vectors" if parameter.dim() == 1 else "embeddings" if name.startswith(("wte", "wpe")) else
+                 "head" if name.startswith("lm_head") else "attention" if ".attn." in name else "mlp")
         counts[group] += parameter.numel()
         counts["total"] += parameter.numel()
     return counts
@@ -416,14 +432,12 @@ def load(folder, device="cpu"):
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: of JSON and UTF-8
         raise ValueError(f"{folder} holds no model that can be read; it needs model.json and "
                          f"model.safetensors: {error}") from error
-    found = description.get("format") if isinstance(description, dict) else None
-    if found != 1:
+    if (found := description.get("format") if isinstance(description, dict) else None) != 1:
         raise ValueError(f"{description_path} has format {found}; this version reads format 1")
     if not all(isinstance(description.get(name), dict) for name in ("model", "tokenizer")):
         raise ValueError(f"{description_path} lacks model or tokenizer; a checkpoint's or milestone's has both")
     settings = description["model"]
-    unknown = sorted(settings.keys() - {field.name for field in fields(GPTConfig)})
-    if unknown:
+    if unknown := sorted(settings.keys() - {field.name for field in fields(GPTConfig)}):
         raise ValueError(f"{description_path} has model settings that this version does not know: {unknown}")
     with torch.device("meta"):  # nothing is drawn or allocated; the weights of the file become the parameters
         model = GPT(GPTConfig(**settings))

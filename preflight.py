@@ -5,6 +5,7 @@ that says what was asked, what was found and what would do.
 """
 import contextlib
 import ctypes
+import gc
 import hashlib
 import math
 import os
@@ -310,6 +311,16 @@ def check_disk(path, min_free_gb):
         raise ValueError(f"min_free_gb asks for {min_free_gb} GB free beside {path}, found {free_gb(path):.2f} GB")
 
 
+def keep_freed_memory(on):
+    """Lets glibc keep what a step frees for the next one, or not any more. Else it gives each large buffer back to the
+    system at once, and every page of the next one is faulted in and zeroed again. Nothing happens without glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt  # mallopt(3): M_MMAP_MAX is -4, M_TRIM_THRESHOLD -1
+        mallopt(-4, 0 if on else 65536)
+        mallopt(-1, 2**31 - 1 if on else 128 * 1024)
+        mallopt(-8, 1 if on else 8 * cores())  # M_ARENA_MAX: no pools for the threads of evaluations and saves
+
+
 def set_kernels(kind, deterministic):
     """Sets what torch keeps per process and returns a function that puts it back."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
@@ -319,8 +330,12 @@ def set_kernels(kind, deterministic):
         torch.use_deterministic_algorithms(deterministic)
     if kind == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where the card has it
+    keep_freed_memory(kind == "cpu")
+    gc.freeze()  # what the imports made stays; collections need not look through it while steps go on
 
     def restore():
+        gc.unfreeze()
+        keep_freed_memory(False)
         if deterministic != before[0]:
             torch.use_deterministic_algorithms(before[0])
         torch.set_float32_matmul_precision(before[1])

@@ -137,8 +137,7 @@ import preflight
 import sample
 from checkpoint import Failed
 from data import prepare as data_prepare
-from model import (GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts,
-                   with_weights)
+from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts, with_weights
 from preflight import CAUGHT, Interrupt, finite, on_device, seed_device, to_host
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
@@ -202,7 +201,6 @@ def from_rank_0(ranks, function, *arguments):
 def patiently_from_rank_0(ranks, interrupt, function, *arguments):
     """from_rank_0 for what may outlast the ranks' patience: they hear from rank 0 in between. A signal to any of them
     ends it: `function` learns from its last argument, a call, that it should return. Ranks: all (broadcasts).
-
     Raises KeyboardInterrupt then: nothing is loaded yet that could be saved."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         task = thread.submit(function, *arguments, lambda: bool(interrupt.name)) if ranks.rank == 0 else None
@@ -228,8 +226,7 @@ def all_sum(flat, ranks, in_a_tree):
 
 
 def signals_heard(ranks, interrupt):
-    """The names of the signals that any rank has got, the same list on every rank; each takes the first for its own.
-    Ranks: all (one all-reduce)."""
+    """The signals that any rank has got, the same names on each; they count as its own. Ranks: all (one all-reduce)."""
     heard = on_device([name == interrupt.name for name in CAUGHT], ranks.device)
     all_sum(heard, ranks, in_a_tree=False)
     return interrupt.note([name for name, count in zip(CAUGHT, heard.tolist()) if count])
@@ -338,8 +335,8 @@ def window_ids(drawn):
 
 
 def token_order(segments):
-    """[(first window, train tokens), ...] from trainer.json's segments [[first window, shard list], ...]."""
-    return [(first, sum(shard["tokens"] for shard in shards)) for first, shards in segments]
+    """((first window, train tokens), ...) from trainer.json's segments [[first window, shard list], ...]."""
+    return tuple((first, sum(shard["tokens"] for shard in shards)) for first, shards in segments)
 
 
 def read_windows(stream, starts, block_size, device):
@@ -514,12 +511,11 @@ def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_by
     began = time.perf_counter()
     groups = share_of(-(-len(starts) // group), ranks)
     first, mine = groups.start * group, starts[groups.start * group:groups.stop * group]
-    losses = window_losses(model, model, stream, mine, group, block_size, ranks.device, autocast,
-                           lambda: interrupt.name)
+    sums = window_losses(model, model, stream, mine, group, block_size, ranks.device, autocast, lambda: interrupt.name)
     table = torch.zeros(3, len(starts), dtype=torch.float64)  # of each window: loss, bytes of text, done
-    table[0, first:first + len(losses)] = torch.tensor(losses, dtype=torch.float64)
-    table[2, first:first + len(losses)] = 1
-    for i, start in enumerate(mine[:len(losses)] if token_bytes is not None else ()):
+    table[0, first:first + len(sums)] = torch.tensor(sums, dtype=torch.float64)
+    table[2, first:first + len(sums)] = 1
+    for i, start in enumerate(mine[:len(sums)] if token_bytes is not None else ()):
         table[1, first + i] = float(token_bytes[stream.windows([start + 1], block_size)].sum())
     if ranks.world_size > 1:
         table = table.to(ranks.device)
@@ -629,11 +625,12 @@ def take_over(trainer, run, opt, manifest, settings):
     return {name: [recorded[name], now] for name, now in settings.items() if name in recorded and recorded[name] != now}
 
 
-def load_state(ranks, folder, model, opt):
+def load_state(ranks, folder, model, opt, init_seed):
     """Puts a folder's tensors, read on rank 0, into every rank's model and, unless it is None, optimizer; without a
-    folder rank 0's first weights go out. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
+    folder first weights, drawn on rank 0. No rank but 0 needs the disk. Ranks: all (one broadcast a tensor)."""
     parameters, state, held = dict(model.named_parameters()), opt.state if opt else {}, {}
-    from_rank_0(ranks, lambda: held.update(checkpoint.read_all(folder, parameters, state)))
+    from_rank_0(ranks, lambda: held.update(checkpoint.read_all(folder, parameters, state)) if folder else
+                model.init_weights(init_seed))
     with torch.no_grad():
         for name, tensor in [*parameters.items(), *state.items()]:
             if name in held:
@@ -793,7 +790,7 @@ def main():
         stages.end("data")
         config = GPTConfig(**{k: settings[k] for k in GPTConfig.__dataclass_fields__} | {"vocab_size": vocabulary})
         micro_batch_count = preflight.micro_batches_of(batch_tokens, block_size, batch_size, ranks.world_size)
-        model = GPT(config, activation_checkpointing, loss_chunk_tokens, hash64(seed, "init") >> 1).to(ranks.device)
+        model = GPT(config, activation_checkpointing, loss_chunk_tokens, seed=None).to(ranks.device)
         counts = parameter_counts(model)
         run.horizon = preflight.horizon_of(max_steps, max_tokens, tokens_per_parameter, counts["total"], batch_tokens)
         stages.end("model")
@@ -829,13 +826,14 @@ def main():
             if init_from.startswith("hf:"):
                 initial = patiently_from_rank_0(ranks, interrupt, hub.fetch, init_from)
             from_rank_0(ranks, checkpoint.check_init, initial, asdict(config), init_sha256)
-        load_state(ranks, folder or initial, model, opt if folder else None)
+        load_state(ranks, folder or initial, model, opt if folder else None, hash64(seed, "init") >> 1)
         run.lineage = [*run.lineage, [from_rank_0(ranks, secrets.token_hex, 4), run.step]]
         run.session = max(run.session, trainer["session"] + 1 if trainer else 0)
         stages.end("load")
 
         # the data as token streams, and what stays the same from step to step
         order, windows_per_step = token_order(run.segments), batch_tokens // block_size
+        draw, at_once = functools.lru_cache(1)(draw_windows), max(1, 1024 // windows_per_step)  # many cost as one
         shards = manifest["train"][:len(run.segments[-1][1])]  # the recorded ones, under their present names
         train_stream, val_stream = (data_prepare.Tokens(data_dir, files, manifest["vocab_size"])
                                     for files in (shards, manifest["val"]))
@@ -888,10 +886,10 @@ def main():
             control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device, interrupt)
             records = functools.partial(records_of, run, opt, config, settings, manifest, host, control, kind != "cpu")
 
+        @at_exit.push
         def outlast_the_save(_, error, __):  # ranks that fail alike wait for rank 0's, or torchrun would kill it
             while type(error) is Failed and not from_rank_0(ranks, lambda: saver.idle(60)):
                 pass
-        at_exit.push(outlast_the_save)
         at_exit.enter_context(journal.telling_errors())
         unread, steps, step_s, took_s, data_s, first_step = collections.deque(), 0, 0.0, 0.0, 0.0, run.step
         stop = "signal" if signals_heard(ranks, interrupt) else ""  # while all was loaded
@@ -968,7 +966,9 @@ def main():
                     order, data_s = token_order(run.segments), 0.0
                     train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"])
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
-            drawn = draw_windows(first_window, windows_per_step, order, data_seed, block_size)
+            head = run.step // at_once * at_once * windows_per_step
+            drawn = [column[first_window - head:][:windows_per_step]
+                     for column in draw(head, at_once * windows_per_step, order, data_seed, block_size)]
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
                                             block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))

@@ -332,7 +332,7 @@ class Tokens:
         if number not in self.maps:
             shard = self.shards[number]
             self.maps[number] = np.memmap(os.path.join(self.folder, shard["file"]), "<u2", "r",
-                                          offset=shard["header_bytes"], shape=(shard["tokens"],))
+                                          offset=shard["header_bytes"], shape=(shard["tokens"],)).view(np.ndarray)
             if len(self.maps) > OPEN_SHARDS:
                 self.maps.popitem(last=False)
         return self.maps[number]

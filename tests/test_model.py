@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from model import (GPT, GPTConfig, expected_first_loss, flops_per_token, generate, load, parameter_counts,
+from model import (GPT, ChunkedLoss, GPTConfig, expected_first_loss, flops_per_token, generate, load, parameter_counts,
                    rope_table, rotate)
 
 GPT2 = dict(vocab_size=101, block_size=32, n_layer=3, n_head=4, n_embd=32)
@@ -309,7 +309,7 @@ def test_chunked_loss_never_holds_all_logits(monkeypatch):
 
     monkeypatch.setattr(F, "cross_entropy", spy)
     for chunk, wanted in ((0, [64]), (24, [24, 24, 16])):
-        model = GPT(GPTConfig(**dict(GPT2, mlp_hidden=64)), loss_chunk_tokens=chunk)
+        model = GPT(GPTConfig(**dict(GPT2, mlp_hidden=64, logit_cap=30.0)), loss_chunk_tokens=chunk)
         rows.clear()
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -318,6 +318,28 @@ def test_chunked_loss_never_holds_all_logits(monkeypatch):
         assert any(shape[-1:] == (128,) for shape in kept) == (chunk == 0)  # logits kept for backward
         loss_BT.sum().backward()
         assert sorted(rows) == sorted(wanted if chunk == 0 else wanted * 2)  # each chunk again in backward
+
+
+def test_gradients_formed_on_the_way_hold_one_chunk_of_logits(monkeypatch):
+    sizes, softmax = [], torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda p_NV, **more: sizes.append(p_NV.shape) or softmax(p_NV, **more))
+    model, kept = GPT(GPTConfig(**dict(GPT2, mlp_hidden=64)), loss_chunk_tokens=24), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        loss_BT = model(tokens(2, 32), tokens(2, 32, seed=4))
+    assert sizes == [(24, 128), (24, 128), (16, 128)] and all(shape[-1:] != (128,) for shape in kept)
+    loss_BT.mean().backward()
+    assert len(sizes) == 3, "nothing is computed again"
+    with pytest.raises(AssertionError, match="the same weight"):
+        (model(tokens(2, 32), tokens(2, 32, seed=4)) * torch.arange(32)).sum().backward()
+
+
+def test_a_loss_whose_probability_is_next_to_nothing_is_exact():
+    """Where the logarithm of a float32 probability would be infinite or coarse: a run that diverges is told so."""
+    x_NC, weight_VC = torch.tensor([[300.0], [95.0], [40.0], [1.0]]), torch.tensor([[1.0], [0.0]], requires_grad=True)
+    targets_N = torch.ones(4, dtype=torch.int64)
+    found = ChunkedLoss.apply(x_NC, weight_VC, targets_N, 3)
+    assert torch.equal(found, F.cross_entropy(x_NC @ weight_VC.mT, targets_N, reduction="none"))
+    assert found[:2].tolist() == [300.0, 95.0]
 
 
 def test_chunked_gradients_are_summed_in_float32_under_autocast():

@@ -565,7 +565,7 @@ def test_lengths_beyond_31_bits_are_counted_without_opening_a_file():
     stream = prepare.Tokens("nowhere", rows, 257)
     assert len(stream) == 12 * 10**9
     assert [stream.shard_at(token) for token in (0, 3 * 10**9 - 1, 3 * 10**9, 12 * 10**9 - 1)] == [0, 0, 1, 3]
-    assert train.token_order([[0, rows[:2]], [77, rows]]) == [(0, 6 * 10**9), (77, 12 * 10**9)]
+    assert train.token_order([[0, rows[:2]], [77, rows]]) == ((0, 6 * 10**9), (77, 12 * 10**9))
     starts = train.validation_starts(stream, 1024, 0)
     assert starts[-1] + 1025 <= len(stream) < starts[-1] + 2 * 1024 + 1
 

@@ -203,7 +203,7 @@ def test_loading_takes_no_more_device_memory_than_a_fresh_start(words, tmp_path)
     opt = train.new_optimizer(model, "muon", ranks, False, betas=(0.9, 0.95), weight_decay=0.1, momentum=0.95,
                               grad_clip=1.0, heads=(2, 2, 8), matrix_dtype=torch.float32)
     with MadeOn(device) as made:
-        train.load_state(ranks, folder, model, opt)
+        train.load_state(ranks, folder, model, opt, 1)
     assert made.copies == len(list(model.parameters())) + len(opt.state) and not made.tensors
     with MadeOn(device) as made:  # or the line above would show nothing
         torch.ones(3).to(device)

@@ -1,0 +1,146 @@
+"""Whether host memory stays flat over 10,000 steps, and how far the slowest steps lie from the median.
+
+    python bench/memory.py                  10,000 steps of a tiny model, about 2 minutes
+    python bench/memory.py --steps 400 --warm 100 --interval 20
+
+Trains with rows, evaluations, samples and checkpoints on the way in one process, and looks at its memory every 100
+steps. VmRSS counts pages of the shards that are mapped for a while; RssAnon leaves them out. The slope is that of a
+line through the samples after the first 1,000 steps (least squares). A step lasts from its start to the start of the
+next one, so whatever stands between them is in it; those with a save, evaluation or sample between are counted apart.
+The spread of step times says something only where other work took less than 5 % of the machine.
+Prints a table, then one JSON line.
+"""
+import argparse
+import itertools
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from loader import percentile
+from throughput import busy_s
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_FOREIGN = 0.05
+TOKENS = 8_000_000
+WORDS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--batch_tokens=256",
+         "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-3", "--dropout=0.1", "--log_interval=100",
+         "--eval_tokens=4096", "--sample_tokens=16", "--data_verify=background", "--device=cpu", "--compile=off"]
+
+
+def slope(xs, ys):
+    """Of the straight line through the points with the least sum of squares."""
+    mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
+    return (sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys))
+            / sum((x - mean_x) ** 2 for x in xs))
+
+
+def memory_mb():
+    """What of this process lies in RAM: all of it, and without the pages of mapped files. In MB of 10^6 bytes."""
+    status = Path("/proc/self/status").read_text()
+    return [int(re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024 / 1e6
+            for name in ("VmRSS", "RssAnon")]
+
+
+# ---- in the process that trains
+
+def measure(words, steps, warm, interval):
+    """Trains and prints one JSON line: the samples, and when each step began; the memory for these is taken before."""
+    sys.path.insert(0, str(ROOT))
+    import configurator
+    import train
+
+    configurator.configure(vars(train), words)
+    began, samples, train_step = np.ones(steps), np.ones((steps // interval, 3)), train.train_step
+    at_warm, numbers = {}, itertools.count(1)
+
+    def watched_step(*arguments):
+        step = next(numbers)
+        began[step - 1] = time.perf_counter()
+        if step == warm:
+            at_warm.update(busy=busy_s(), own=sum(os.times()[:4]), wall=time.monotonic())
+        if step % interval == 0:
+            samples[step // interval - 1] = step, *memory_mb()
+        return train_step(*arguments)
+
+    train.train_step = watched_step
+    train.main()
+    own, wall = sum(os.times()[:4]) - at_warm["own"], time.monotonic() - at_warm["wall"]
+    foreign = max(0.0, busy_s() - at_warm["busy"] - own) / wall / os.cpu_count()
+    print("\n" + json.dumps({"samples": samples.tolist(), "began": began.tolist(), "foreign": foreign}))
+
+
+# ---- around it
+
+def session(steps, warm, interval, pause, folder):
+    """What `measure` found in a session with a save, an evaluation and a sample every `pause` steps."""
+    draw = np.random.default_rng(1337)
+    for name, tokens in (("train.bin", TOKENS), ("val.bin", TOKENS // 100)):
+        draw.integers(0, 256, tokens, dtype=np.uint16).tofile(folder / name)
+    subprocess.run([sys.executable, "data/prepare.py", "import", folder / "train.bin", folder / "val.bin", "--out",
+                    folder / "data", "--tokenizer", "bytes"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL)
+    words = [*WORDS, f"--max_steps={steps}", f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'out'}",
+             *(f"--{name}_interval={pause}" for name in ("checkpoint", "eval", "sample"))]
+    done = subprocess.run([sys.executable, __file__, "--measure", *map(str, (steps, warm, interval)), *words],
+                          cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def steps_of(began, warm, pause):
+    """(milliseconds of the steps after the first `warm`, those between which the loop did something else)"""
+    spans = [(number, 1000 * (later - earlier)) for number, (earlier, later) in enumerate(zip(began, began[1:]), 1)]
+    return ([ms for number, ms in spans if number > warm and number % pause],
+            [ms for number, ms in spans if number > warm and number % pause == 0])
+
+
+def summary(found, warm, pause):
+    """The figures in what `measure` found."""
+    after = [sample for sample in found["samples"] if sample[0] >= warm]
+    plain, paused = steps_of(found["began"], warm, pause)
+    at = [sample[0] for sample in after]
+    row = {"steps": len(found["began"]), "samples": len(after), "first_at": int(at[0]), "last_at": int(at[-1])}
+    for name, column in (("rss", 1), ("anon", 2)):
+        numbers = [sample[column] for sample in after]
+        row |= {f"{name}_first_mb": numbers[0], f"{name}_last_mb": numbers[-1], f"{name}_least_mb": min(numbers),
+                f"{name}_most_mb": max(numbers), f"{name}_slope_kb_per_1000_steps": 1e6 * slope(at, numbers)}
+    row |= {"step_ms": statistics.median(plain), "step_p99_ms": percentile(plain, 99),
+            "step_p99_over_median": percentile(plain, 99) / statistics.median(plain),
+            "pause_ms": statistics.median(paused) if paused else None, "foreign": found["foreign"]}
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--warm", type=int, default=1000, help="steps before the samples that count")
+    parser.add_argument("--interval", type=int, default=100, help="steps from sample to sample")
+    parser.add_argument("--pause", type=int, default=1000, help="steps from save to save")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        row = summary(session(asked.steps, asked.warm, asked.interval, asked.pause, Path(folder)), asked.warm,
+                      asked.pause)
+    for name, label in (("rss", "all in RAM (VmRSS)"), ("anon", "without mapped files (RssAnon)")):
+        print(f"{label:31} {row[f'{name}_first_mb']:8.2f} MB at step {row['first_at']:,}, "
+              f"{row[f'{name}_last_mb']:8.2f} MB at step {row['last_at']:,} ({row[f'{name}_least_mb']:.2f} to "
+              f"{row[f'{name}_most_mb']:.2f}), slope {row[f'{name}_slope_kb_per_1000_steps']:+.1f} kB per 1,000 steps")
+    print(f"a step {row['step_ms']:.2f} ms, p99 {row['step_p99_ms']:.2f} ms, p99 / median "
+          f"{row['step_p99_over_median']:.2f}; other work took {row['foreign']:.1%} of the machine"
+          + ("" if row["foreign"] < MOST_FOREIGN else ": too much for the step times to say anything"))
+    print(json.dumps({"bench": "memory", **row, "quiet": row["foreign"] < MOST_FOREIGN, "cores": os.cpu_count(),
+                      "python": platform.python_version()}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[5:], *map(int, sys.argv[2:5]))
+    else:
+        main()

@@ -1,0 +1,146 @@
+"""The benches of start-up, loader and memory: their arithmetic on known numbers, and a small run of each."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from driver import ROOT
+
+sys.path.append(str(ROOT / "bench"))  # at the end: a bench has the name of a file beside it
+
+
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+startup, loader, memory = map(loaded, ("startup", "loader", "memory"))
+
+
+def figures_of(name, *words):
+    """The JSON line that a bench prints last, and what it prints before."""
+    done = subprocess.run([sys.executable, ROOT / "bench" / f"{name}.py", *words], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *table, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert found["bench"] == name and table
+    return found, "\n".join(table)
+
+
+# -- arithmetic
+
+@pytest.mark.parametrize("percent,wanted", [(1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
+def test_a_percentile_is_one_of_the_numbers(percent, wanted):
+    assert loader.percentile(range(100, 0, -1), percent) == wanted
+
+
+def test_a_percentile_of_one_number_is_that_number():
+    assert loader.percentile([7.0], 1) == loader.percentile([7.0], 99) == 7.0
+
+
+def test_shares_are_of_a_step_of_50_ms():
+    found = loader.figures([100.0] * 98 + [1000.0, 5000.0])
+    assert found == {"median_us": 100.0, "p99_us": 1000.0, "max_us": 5000.0, "median_share": 0.002, "p99_share": 0.02,
+                     "n": 100}
+
+
+def test_the_slope_is_that_of_the_line():
+    assert memory.slope([1, 2, 3, 10], [5, 7, 9, 23]) == pytest.approx(2)
+    assert memory.slope([0, 100, 200], [4, 4, 4]) == 0
+    assert memory.slope([0, 1, 2, 3], [0, 1, 0, 1]) == pytest.approx(0.2)
+
+
+def test_steps_beside_a_pause_are_counted_apart():
+    began = [0.0, 0.01, 0.02, 0.04, 0.05, 0.06]  # step 3 lasts 20 ms: there is a save between it and step 4
+    plain, paused = memory.steps_of(began, 1, 3)
+    assert plain == pytest.approx([10, 10, 10]) and paused == pytest.approx([20])
+
+
+def test_memory_figures_count_from_the_warm_step_on():
+    samples = [[step, 100 + step / 1000 if step > 10 else 900, 50] for step in (10, 20, 30, 40)]
+    row = memory.summary({"samples": samples, "began": [0.01 * i for i in range(41)], "foreign": 0.0}, 20, 10)
+    assert (row["first_at"], row["last_at"], row["samples"]) == (20, 40, 3)
+    assert row["rss_slope_kb_per_1000_steps"] == pytest.approx(1000) and row["anon_slope_kb_per_1000_steps"] == 0
+    assert row["step_p99_over_median"] == pytest.approx(1)
+
+
+def test_memory_is_that_of_this_process():
+    rss, anon = memory.memory_mb()
+    assert 10 < anon < rss < 10_000
+
+
+def launched(seconds, load):
+    return {"first_step_s": seconds, "stages": {"load": load}}
+
+
+def test_differences_are_taken_within_a_round():
+    found = {"bare_s": 2.0, "small": launched(2.5, 0), "huge": launched(2.75, 0), "fresh": launched(3.0, 0),
+             "resume": launched(4.5, 1.5), "read_s": 0.5, "hash_s": 1.0}
+    assert startup.differences(found) == {
+        "small_over_bare_s": 0.5, "huge_over_bare_s": 0.75, "huge_over_small_s": 0.25, "resume_over_fresh_s": 1.5,
+        "load_s": 1.5, "load_over_hash": 1.5}
+    rows = startup.summary([found, found | {"bare_s": 1.0}, found | {"bare_s": 2.5}])
+    assert rows["bare_s"] == {"median": 2.0, "least": 1.0, "most": 2.5}
+    assert rows["small_over_bare_s"] == {"median": 0.5, "least": 0.0, "most": 1.5}
+
+
+def test_foreign_work_is_what_neither_we_nor_idleness_took():
+    assert startup.foreign_share((0, 100, 10), (10, 115, 20), 2) == 0.25
+    assert startup.foreign_share((0, 100, 10), (10, 109.9, 20), 2) == 0
+
+
+def test_the_compiler_is_found_in_a_list_of_imports():
+    told = "import time:       765 |        982 |     torch._functorch\nimport time: 1 | 2 |   torch._dynamo{}\n"
+    assert startup.has_compiler(told.format("")) and not startup.has_compiler(told.format("_config"))
+
+
+def test_the_last_row_is_the_last_of_its_kind(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "start", "n": 1}\n{"event": "start", "n": 2}\n{"event": "stop", "n": 3}\n')
+    assert startup.last_row(path, event="start")["n"] == 2 and startup.last_row(path)["n"] == 3
+
+
+def test_a_sparse_folder_passes_the_checks_of_a_start(tmp_path):
+    from data import prepare
+    startup.write_small(tmp_path / "small")
+    startup.write_sparse(tmp_path / "huge", tmp_path / "small", 8)
+    manifest = prepare.read_manifest(tmp_path / "huge")
+    assert sum(shard["tokens"] for shard in manifest["train"]) == 10**12
+    assert sum(path.stat().st_blocks for path in (tmp_path / "huge").glob("*.bin")) * 512 < 1e6
+
+
+# -- a small run of each
+
+def test_startup_runs():
+    found, table = figures_of("startup", "--rounds", "1", "--shards", "8", "--size", "tiny")
+    assert {"bare_s", "small_s", "huge_s", "small_over_bare_s", "huge_over_bare_s", "resume_over_fresh_s", "load_s",
+            "read_s", "hash_s"} <= found["figures"].keys()
+    assert found["compiler"]["train"] is False, "an eager run has no use for the compiler, and it takes a second"
+    for name in ("small", "huge", "fresh", "resume"):
+        [run] = [one[name] for one in found["rounds"]]
+        assert run["first_step_s"] == pytest.approx(sum(run["stages"].values()), abs=0.05)
+        assert min(run["stages"].values()) >= 0 and run["stages"]["imports"] > 0.05
+    assert "small_over_bare_s" in table and found["shards"] == 8 and found["bytes"] > 1000
+
+
+def test_loader_runs():
+    found, table = figures_of("loader", "--steps", "50", "--tokens", "400000")
+    assert {name.partition(":")[0] for name in found["rows"] if ":" in name} == set(loader.SHAPES)
+    assert found["rows"]["16 x 1,024 x 32: read a forward"]["n"] == 50 * 32
+    for row in found["rows"].values():
+        assert 0 < row["median_us"] <= row["p99_us"] <= row["max_us"]
+    assert {"a logged step", "an event"} <= found["rows"].keys() and "a logged step" in table
+
+
+def test_memory_runs():
+    found, table = figures_of("memory", "--steps", "200", "--warm", "50", "--interval", "10", "--pause", "50")
+    assert (found["steps"], found["first_at"], found["last_at"], found["samples"]) == (200, 50, 200, 16)
+    assert found["rss_last_mb"] > found["anon_last_mb"] > 10 and found["step_p99_ms"] >= found["step_ms"] > 0
+    assert found["pause_ms"] > 0 and 0 <= found["foreign"] <= 1 and "VmRSS" in table
+    assert found["quiet"] is (found["foreign"] < memory.MOST_FOREIGN)
