@@ -656,7 +656,7 @@ def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lamb
                 return
     with tempfile.TemporaryFile() as errors, subprocess.Popen(
             [sys.executable, __file__, "work", action, words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, start_new_session=True) as child:
+            stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, process_group=0) as child:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:

@@ -217,9 +217,10 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_NC, weight_VC, targets_N, rows):
-        losses_N, grad_NC, grad_VC = x_NC.new_empty(len(x_NC)), torch.empty_like(x_NC), torch.zeros_like(weight_VC)
+        losses_N, grad_NC, grad_VC = x_NC.new_empty(len(x_NC)), torch.empty_like(x_NC), torch.empty_like(weight_VC)
         buffer = x_NC.new_empty(min(rows, len(x_NC)), len(weight_VC))
-        for x, targets, losses, grad in zip(*(whole.split(rows) for whole in (x_NC, targets_N, losses_N, grad_NC))):
+        chunks = zip(*(whole.split(rows) for whole in (x_NC, targets_N, losses_N, grad_NC)))
+        for number, (x, targets, losses, grad) in enumerate(chunks):
             p_NV, at = torch.mm(x, weight_VC.mT, out=buffer[:len(x)]), targets[:, None]
             torch.softmax(p_NV, dim=1, out=p_NV)
             p_N = p_NV.gather(1, at).squeeze(1)
@@ -228,7 +229,7 @@ class ChunkedLoss(torch.autograd.Function):
                 losses[tiny] = F.cross_entropy(F.linear(x[tiny], weight_VC), targets[tiny], reduction="none")
             p_NV.scatter_add_(1, at, p_NV.new_full(at.shape, -1))  # now the gradient of the logits
             torch.mm(p_NV, weight_VC, out=grad)
-            grad_VC.addmm_(p_NV.mT, x)
+            grad_VC.addmm_(p_NV.mT, x, beta=min(number, 1))  # the first is a product alone
         ctx.save_for_backward(grad_NC, grad_VC)
         return losses_N
 
