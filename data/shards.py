@@ -1,0 +1,289 @@
+"""The data folder: its manifest, what is wrong with it, and the tokens of its shards as the trainer reads them."""
+
+import bisect
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+
+import numpy as np
+
+from data.vocabulary import LARGEST_VOCAB
+
+FORMAT = 1
+ID = np.dtype("<u2")  # a token id on disk
+LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
+READS_PER_MAP = 4096  # memory maps are opened anew after so many reads: resident memory stays bounded
+OPEN_SHARDS = 128  # maps held, each with a file descriptor
+HASH_BYTES_PER_S = 200e6
+
+
+# -- the manifest
+
+
+def read_manifest(data_dir):
+    """The checked manifest of a data folder, judged by file names and sizes: no shard is opened.
+
+    Raises ValueError naming every problem.
+    """
+    manifest = load_manifest(data_dir)
+    problems = manifest_problems(manifest)
+    for shard in all_shards(manifest):
+        problems += shard_problems(data_dir, shard)
+    if problems:
+        raise ValueError(f"the data in {data_dir} cannot be used:\n  " + "\n  ".join(problems))
+    return manifest
+
+
+def fingerprint(manifest):
+    """sha256 of what a run depends on: dtype, vocabulary, tokenizer and shards, not where they came from."""
+    seen = {key: manifest[key] for key in ("dtype", "vocab_size", "tokenizer", "train", "val")}
+    return hashlib.sha256(json.dumps(seen, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def load_manifest(data_dir):
+    path = Path(data_dir) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("no JSON object")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{data_dir} is no data folder: it has no manifest.json. "
+                         "'python data/prepare.py --help' says how to make one") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); build or import the data again") from None
+    return manifest
+
+
+def all_shards(manifest):
+    """The rows of train, then those of val (where one is no list, manifest_problems says so)."""
+    lists = [manifest.get(split) for split in ("train", "val")]
+    return [shard for shards in lists if isinstance(shards, list) for shard in shards]
+
+
+def has_fields(row, fields):
+    return isinstance(row, dict) and all(type(row.get(name)) is kind for name, kind in fields.items())
+
+
+def manifest_problems(manifest):
+    """What is wrong with a manifest, its shards apart."""
+    problems = []
+    for key, wanted in (("format", FORMAT), ("dtype", "uint16")):
+        if manifest.get(key) != wanted:
+            problems.append(f"{key} is {manifest.get(key)!r}, only {wanted!r} is read here")
+    vocab_size, tokenizer = manifest.get("vocab_size"), manifest.get("tokenizer")
+    if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_VOCAB:
+        problems.append(f"vocab_size is {vocab_size!r}, not a whole number from 1 to {LARGEST_VOCAB:,}")
+    if not has_fields(tokenizer, {"kind": str, "name": str, "sha256": str, "eot": int}):
+        problems.append(f"tokenizer is {tokenizer!r}, not an object with kind, name, sha256 and a number eot")
+    elif type(manifest.get("vocab_size")) is int and tokenizer["eot"] >= manifest["vocab_size"]:
+        problems.append(f"tokenizer: its eot {tokenizer['eot']:,} lies beyond vocab_size {manifest['vocab_size']:,}")
+    for key in ("train", "val", "sources"):
+        if not isinstance(manifest.get(key), list):
+            problems.append(f"{key} is {manifest.get(key)!r}, not a list")
+    if manifest.get("train") == []:
+        problems.append("train lists no shard")
+    times = Counter(shard["file"] for shard in all_shards(manifest) if has_fields(shard, {"file": str}))
+    problems += [f"{name} is listed {n} times" for name, n in times.items() if n > 1]
+    return [f"manifest.json: {problem}" for problem in problems]
+
+
+def shard_problems(data_dir, shard):
+    """What is wrong with a shard's row, and with its file as far as the size tells."""
+    fields = {"file": str, "tokens": int, "bytes": int, "header_bytes": int, "sha256": str}
+    if not has_fields(shard, fields):
+        return [f"manifest.json: shard {shard!r} lacks a file, tokens, bytes, header_bytes or sha256"]
+    name, tokens, size, header, _ = (shard[key] for key in fields)
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        return [f"manifest.json: shard {name!r} is not the name of a file in this folder"]
+    problems = []
+    if header not in (0, LLMC_HEADER):
+        problems.append(f"{name}: header_bytes is {header}, not 0 or {LLMC_HEADER}")
+    if tokens < 1 or size != header + 2 * tokens:
+        problems.append(f"{name}: {tokens:,} tokens after {header:,} header bytes do not make {size:,} bytes")
+    try:
+        found = os.stat(os.path.join(data_dir, name)).st_size
+    except FileNotFoundError:
+        return problems + [f"{name}: the file is missing"]
+    if found != size:
+        problems.append(f"{name}: {found:,} bytes on disk, {size:,} in the manifest")
+    return problems
+
+
+# -- reading: what the trainer uses
+
+
+def grown(recorded, present):
+    """`present` (a shard list) if it has grown from `recorded`, else None.
+
+    Raises ValueError where the recorded list is not a prefix of it.
+    """
+    for old, new in zip(recorded, present):
+        if (old["sha256"], old["tokens"]) != (new["sha256"], new["tokens"]):
+            raise ValueError(f"the data has changed under this run: train shard {old['file']} was recorded with sha256 "
+                             f"{old['sha256'][:12]}, the manifest has {new['file']} with {new['sha256'][:12]} in its "
+                             "place; shards may be appended, never changed")
+    if len(present) < len(recorded):
+        raise ValueError(f"the data has shrunk under this run: {len(recorded)} train shards were recorded, the "
+                         f"manifest has {len(present)}; missing from {recorded[len(present)]['file']} on")
+    return present if len(present) > len(recorded) else None
+
+
+def growth(data_dir, recorded):
+    """The train shards of a folder where they have grown from the list `recorded`, else None. Raises as `grown`."""
+    return grown(recorded, read_manifest(data_dir)["train"])
+
+
+def check_fingerprint(manifest, recorded, data_dir):
+    """Raises ValueError where the data are not those whose fingerprint is recorded."""
+    if (found := fingerprint(manifest)) != recorded:
+        raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer or validation "
+                         f"shards differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
+
+
+class Tokens:
+    """The tokens of a list of shards as one stream, read by slices of memory maps; resident memory is bounded.
+
+    `seconds` counts the time spent in reading.
+    """
+
+    def __init__(self, folder, shards, vocab_size):
+        self.folder, self.shards, self.vocab_size = folder, shards, vocab_size
+        self.starts = [0]
+        for shard in shards:
+            self.starts.append(self.starts[-1] + shard["tokens"])
+        self.maps, self.reads, self.seconds = OrderedDict(), 0, 0.0
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def shard_at(self, token):
+        return bisect.bisect_right(self.starts, token) - 1
+
+    def mapped(self, number):
+        if number not in self.maps:
+            shard = self.shards[number]
+            self.maps[number] = np.memmap(os.path.join(self.folder, shard["file"]), "<u2", "r",
+                                          offset=shard["header_bytes"], shape=(shard["tokens"],)).view(np.ndarray)
+            if len(self.maps) > OPEN_SHARDS:
+                self.maps.popitem(last=False)
+        return self.maps[number]
+
+    def windows(self, starts, length):
+        """int64 [len(starts), length]: the tokens from each start on.
+
+        Raises ValueError at an id beyond the vocabulary.
+        """
+        began = time.perf_counter()
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts):
+            self.fill(int(start), row)
+        if len(out) and out.max() >= self.vocab_size:
+            row, column = np.unravel_index(out.argmax(), out.shape)
+            token = int(starts[row]) + int(column)
+            number = self.shard_at(token)
+            path = os.path.join(self.folder, self.shards[number]["file"])
+            raise ValueError(f"{path}: token {token - self.starts[number]:,} is {out.max()}, beyond the vocabulary of "
+                             f"{self.vocab_size:,}")
+        self.seconds += time.perf_counter() - began
+        return out
+
+    def fill(self, start, row):
+        """Copies the tokens from `start` on into `row`, across as many shards as it takes."""
+        if self.reads == READS_PER_MAP:
+            self.maps.clear()
+            self.reads = 0
+        self.reads += 1
+        filled = 0
+        while filled < len(row):
+            number = self.shard_at(start + filled)
+            offset = start + filled - self.starts[number]
+            piece = self.mapped(number)[offset:offset + len(row) - filled]
+            row[filled:filled + len(piece)] = piece
+            filled += len(piece)
+
+
+class ShardHasher:
+    """Hashes the shards that a run reads in a low-priority thread, at a bounded rate; `damage` is what it found."""
+
+    def __init__(self, folder, enabled=True):
+        self.folder, self.enabled, self.damage = folder, enabled, ""
+        self.known, self.waiting, self.stopped = set(), deque(), threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+
+    def reads(self, stream, starts, block_size):
+        """Notes the shards that windows at `starts` touch, and starts the thread at the first."""
+        if not self.enabled:
+            return
+        spans = {(stream.shard_at(int(start)), stream.shard_at(int(start) + block_size)) for start in starts}
+        for number in sorted({number for first, last in spans for number in range(first, last + 1)}):
+            shard = stream.shards[number]
+            if shard["file"] not in self.known:
+                self.known.add(shard["file"])
+                self.waiting.append(shard)
+        if self.waiting and self.thread.ident is None:
+            self.thread.start()
+
+    def work(self):
+        if hasattr(os, "setpriority"):
+            with contextlib.suppress(OSError):  # a courtesy to training; some hosts forbid it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        while not self.damage and not self.stopped.wait(0 if self.waiting else 0.2):
+            if self.waiting:
+                self.check(self.waiting.popleft())
+
+    def check(self, shard):
+        path, digest = os.path.join(self.folder, shard["file"]), hashlib.sha256()
+        try:
+            with open(path, "rb", buffering=0) as file:
+                while (piece := file.read(1 << 20)) and not self.stopped.wait(len(piece) / HASH_BYTES_PER_S):
+                    digest.update(piece)
+        except OSError as error:
+            self.damage = f"{path} cannot be read: {error}"
+            return
+        if not self.stopped.is_set() and digest.hexdigest() != shard["sha256"]:
+            self.damage = (f"{path} has sha256 {digest.hexdigest()[:12]}, its data manifest says "
+                           f"{shard['sha256'][:12]}: the file changed after it was prepared")
+
+    def close(self):
+        self.stopped.set()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+
+# -- writing
+
+
+def fsync_folder(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path, value):
+    """Writes or replaces a file of JSON at one instant."""
+    temporary = path.with_name(f".{path.name}.new")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def write_manifest(folder, tokenizer, vocab_size, train, val, sources, **more):
+    manifest = {"format": FORMAT, "dtype": "uint16", "vocab_size": vocab_size, "tokenizer": tokenizer,
+                "train": train, "val": val, "sources": sources, **more}
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def shard_row(name, tokens, header_bytes, sha256):
+    return {"file": name, "tokens": tokens, "bytes": header_bytes + 2 * tokens, "header_bytes": header_bytes,
+            "sha256": sha256}
