@@ -124,7 +124,7 @@ def _fsync(path):
 
 
 def _write_new(path, content, step=0):
-    """Write and fsync a new file: tensors, with their step, under a name that ends in .safetensors, else JSON.
+    """Write and fsync a new file: tensors, with their step, under a name that ends in .safetensors, else JSON or bytes.
 
     The run's id is not among the tensors: two runs with the same weights have the same file."""
     if path.suffix == ".safetensors":
@@ -134,7 +134,8 @@ def _write_new(path, content, step=0):
             raise OSError(f"{path}: {error}") from error
         os.chmod(path, path.parent.stat().st_mode & 0o666)  # save_file leaves 0600, whatever the umask
     else:
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        as_it_is = isinstance(content, bytes)
+        path.write_bytes(content if as_it_is else json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
     _fsync(path)
 
 
@@ -160,7 +161,7 @@ def step_of(name):
 def write(out_dir, step, files, run, kind="checkpoints"):
     """Write one folder, whole or not at all, and return its path; a folder in the way is set aside.
 
-    files maps a name to a dict of tensors (.safetensors) or to a JSON object (.json).
+    files maps a name to a dict of tensors (.safetensors) or to a JSON object (.json), or to its bytes as they are.
     Raises: OSError; ValueError for NaN in JSON, or where latest.json points at this very folder.
     """
     target = Path(out_dir) / kind / f"step_{step:08d}"

@@ -88,7 +88,7 @@ def main():
             raise ValueError(f"samples is {samples}, tokens {tokens}, seed {seed}; wanted 1 or more, and 0 to 2**63")
         folder = folder_of(out_dir, checkpoint)
         model, identity = load(folder, preflight.pick_device(device))
-        tokenizer = load_tokenizer(identity, model.config.vocab_size)
+        tokenizer = load_tokenizer(identity, model.config.vocab_size, os.path.join(folder, "tokenizer.json"))
         ids = tokenizer.encode(prompt) or [tokenizer.eot]
         if ids == [-1]:
             raise ValueError("this model has no tokenizer; give token ids as the prompt: --prompt='12 7 300'")

@@ -600,7 +600,7 @@ def records_of(run, opt, config, settings, manifest, host, control, at_once):
     trainer = trainer_record(run, opt, settings, manifest, host)
     loss = control() if at_once else None
     model = {"format": 1, "model": asdict(config), "tokenizer": manifest["tokenizer"]}
-    return lambda whole: {"model.json": model} | ({
+    return lambda whole: data_prepare.tokenizer_file(settings["data_dir"], manifest) | {"model.json": model} | ({
         "trainer.json": trainer | {"control": finite(loss if at_once else control())}} if whole else {})
 
 
@@ -784,7 +784,7 @@ def main():
         # data and model
         manifest = from_rank_0(ranks, data_prepare.open_data, data_dir, prepare)
         vocabulary = preflight.vocabulary_of(vocab_size, manifest["vocab_size"], data_dir)
-        tokenizer = data_prepare.open_tokenizer(manifest, say) if lead else None
+        tokenizer = data_prepare.open_tokenizer(manifest, say, data_dir) if lead else None
         token_bytes = from_rank_0(ranks, lambda: tokenizer and tokenizer.token_bytes())
         prompts = from_rank_0(ranks, preflight.read_prompts, prompts_file) if sample_interval else []
         stages.end("data")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import sources as reading
-from data.shards import ID, fsync_folder, shard_row, write_json, write_manifest
+from data.shards import ID, fsync_folder, shard_row, write_file, write_json, write_manifest
 from data.sources import BLANK, DUPLICATE, Extremes, Piece, Seen, read_pieces, without_duplicates
 from data.vocabulary import LARGEST_VOCAB, load_tokenizer
 
@@ -311,7 +311,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
     workers = 1 if tokenizer.identity["kind"] == "bytes" else min(workers, most)
     with under_way(out_dir, plan) as (folder, journal):
         if tokenizer.file:
-            shutil.copyfile(tokenizer.file, folder / "data" / "tokenizer.json")
+            write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
         journal = journal or new_journal(plan, sources, int(options.val_ratio * 2**64))
         shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
         limit = better_limit(journal, shards, options)
@@ -468,6 +468,16 @@ def say_what_was_left_out(journal, tokenizer):
 def report(text, names):
     more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
     print(f"{text}: {', '.join(sorted(names)[:5])}{more}", file=sys.stderr)
+
+
+def sample_texts(sources, how, most_bytes, val_ratio):
+    """Texts of about most_bytes of the files: the documents of the highest hashes, so that the order of the files
+    does not choose, and none that a build with this val_ratio takes for validation."""
+    share = most_bytes / max(sum(file.size for source in sources for file in source.files), 1)
+    limit = int(max(1 - share, val_ratio) * 2**64)  # what is above it counts as 'train'
+    for piece in read_pieces(sources, how, limit, Extremes()):
+        if piece.split == "train" and not piece.note:
+            yield piece.data.decode("utf-8", "replace")
 
 
 def split_of(journal, options):

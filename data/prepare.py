@@ -1,6 +1,7 @@
 """Text to token shards, and the tokenizers that read them back.
 
     python data/prepare.py build INPUT... --out DIR   text, JSON lines and parquet: files, folders of them, - for stdin
+    python data/prepare.py train-tokenizer INPUT... --vocab-size N --out FILE   a tokenizer of your own, for build
     python data/prepare.py stdlib --out DIR           the Python standard library's own sources, as bytes
     python data/prepare.py import FILE... --out DIR   nanoGPT's or llm.c's token files, linked and not copied
     python data/prepare.py verify DIR                 read every shard and compare it with the manifest
@@ -20,6 +21,7 @@ are the same for any number of workers. Readers are in data/sources.py, the buil
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -35,12 +37,12 @@ import numpy as np
 if __name__ == "__main__":  # as a script Python looks for modules beside it, not in the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from data.building import Options, Progress, build_data, report
+from data.building import Options, Progress, build_data, report, sample_texts
 from data.shards import (ID, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest, manifest_problems,
-                         read_manifest, shard_problems, shard_row, write_manifest)
+                         read_manifest, shard_problems, shard_row, write_file, write_manifest)
 from data.shards import ShardHasher, Tokens, check_fingerprint, grown, growth  # the trainer's, which asks here
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, walk
-from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer
+from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer, train_bpe
 
 
 # -- what the trainer opens
@@ -62,6 +64,22 @@ def open_tokenizer(manifest, say, data_dir=""):
         return load_tokenizer(manifest["tokenizer"], file=os.path.join(data_dir, "tokenizer.json"))
     except (ValueError, OSError) as error:
         return say(f"no samples and no bits per byte: {error}")
+
+
+def tokenizer_file(data_dir, manifest):
+    """{'tokenizer.json': its bytes} where the data were made with one, else {}: what a checkpoint takes along, so that
+    text can be made of it anywhere."""
+    return dict(file_of_sha256(Path(data_dir, "tokenizer.json"), manifest["tokenizer"]["sha256"]))
+
+
+@functools.lru_cache(1)
+def file_of_sha256(path, sha256):
+    """[(name, bytes)] of a file with this hash, else [], read once."""
+    try:
+        content = path.read_bytes()
+    except OSError:  # another kind of tokenizer; or it is lost, and open_tokenizer has said so
+        return []
+    return [(path.name, content)] if hashlib.sha256(content).hexdigest() == sha256 else []
 
 
 # -- the embedded corpus
@@ -151,6 +169,8 @@ def verify(data_dir, progress=True):
         raise ValueError(f"{data_dir} cannot be verified:\n  " + "\n  ".join(problems))
     by_size = [(shard, shard_problems(data_dir, shard)) for shard in all_shards(manifest)]
     bar = Progress(sum(shard["bytes"] for shard, wrong in by_size if not wrong), progress)
+    if manifest["tokenizer"]["kind"] == "tokenizer.json" and not tokenizer_file(data_dir, manifest):
+        problems.append("tokenizer.json: the file is missing or has another sha256 than the manifest says")
     for shard, wrong in by_size:
         problems += wrong
         if not wrong:
@@ -191,10 +211,11 @@ def header_of(path):
     return 0
 
 
-def import_tokens(out_dir, files, val_files, tokenizer, vocab_size, progress=True):
+def import_tokens(out_dir, files, val_files, tokenizer, vocab_size, tokenizer_json="", progress=True):
     """Makes a data folder of links to token files, read once, and returns its manifest.
 
-    tokenizer is an identity. Validation is val_files and those files that have 'val' as a word in their name.
+    tokenizer is an identity, tokenizer_json its file where it has one. Validation is val_files and those files that
+    have 'val' as a word in their name.
     """
     paths = [Path(path).resolve() for path in [*files, *val_files]]
     val = {path for path in paths if re.search("(?<![a-z])val(?![a-z])|validation", path.name.lower())}
@@ -224,6 +245,8 @@ def import_tokens(out_dir, files, val_files, tokenizer, vocab_size, progress=Tru
             rows[split].append(shard_row(name, tokens, headers[path], sha256))
             sources.append({"name": path.name, "revision": "", "documents": documents, "tokens": tokens})
         bar.end()
+        if tokenizer_json:
+            shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
         if tokenizer["eot"] >= 0 and not any(source["documents"] for source in sources):
             print(f"note: no end-of-text id ({tokenizer['eot']}) was found; are these ids of {tokenizer['name']}? "
                   "Else give --tokenizer", file=sys.stderr)
@@ -265,6 +288,21 @@ def build_command(args):
     print_summary(args.out, manifest)
 
 
+def train_tokenizer_command(args):
+    if os.path.exists(args.out):
+        raise ValueError(f"{args.out} is there; name another file, or remove it first")
+    sources, _ = find_sources(args.inputs)
+    how = Reading(args.document_separator.encode(), args.text_column)
+    content = train_bpe(sample_texts(sources, how, args.sample_mb * 1e6, args.val_ratio), args.vocab_size)
+    write_file(Path(args.out), content.encode())
+    tokenizer = named_tokenizer(args.out)
+    print(f"{args.out}\n  {tokenizer.vocab_size:,} ids, end of text {tokenizer.eot}\n  sha256 "
+          f"{tokenizer.identity['sha256']}")
+    if tokenizer.vocab_size < args.vocab_size:
+        print(f"note: the sample has no more than {tokenizer.vocab_size:,} of the {args.vocab_size:,} ids asked for; "
+              "train on more text", file=sys.stderr)
+
+
 def stdlib_command(args):
     print_summary(args.out, build_stdlib(args.out))
 
@@ -273,11 +311,11 @@ def import_command(args):
     if args.vocab_size and args.tokenizer != "none":
         raise ValueError(f"--vocab-size goes with --tokenizer none; {args.tokenizer} has a size of its own")
     if args.tokenizer == "gpt2":  # known without its vocabulary, which may be out of reach
-        identity, vocab_size = GPT2, 50257
+        identity, vocab_size, file = GPT2, 50257, ""
     else:
         tokenizer = named_tokenizer(args.tokenizer, args.vocab_size)
-        identity, vocab_size = tokenizer.identity, tokenizer.vocab_size
-    print_summary(args.out, import_tokens(args.out, args.files, args.val, identity, vocab_size))
+        identity, vocab_size, file = tokenizer.identity, tokenizer.vocab_size, tokenizer.file
+    print_summary(args.out, import_tokens(args.out, args.files, args.val, identity, vocab_size, file))
 
 
 def verify_command(args):
@@ -321,12 +359,24 @@ def parse(words):
     imports.add_argument("files", nargs="+", metavar="FILE", help="validation if 'val' is a word in its name")
     imports.add_argument("--val", nargs="+", default=[], metavar="FILE", help="validation whatever its name")
     imports.add_argument("--tokenizer", default="gpt2", metavar="NAME",
-                         help="what made the ids: gpt2 (default), bytes, another of tiktoken's, or none")
+                         help="what made the ids: gpt2 (default), bytes, another of tiktoken's, a tokenizer.json, none")
     imports.add_argument("--vocab-size", type=int, default=0, metavar="N", help="with --tokenizer none")
 
     verifies = commands.add_parser("verify", help="read every shard; exit 0 if whole, 1 if damaged")
     verifies.add_argument("dir", metavar="DIR")
     verifies.set_defaults(run=verify_command)
+
+    trains = commands.add_parser("train-tokenizer", help="a byte-level BPE of a size you choose, as a tokenizer.json")
+    trains.add_argument("inputs", nargs="+", metavar="INPUT", help="as of build")
+    trains.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids, the end of text among them")
+    trains.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to make")
+    trains.add_argument("--sample-mb", type=float, default=1000, metavar="MB",
+                        help="about so much of the files is used, chosen by document hash (default 1000)")
+    trains.add_argument("--val-ratio", type=float, default=0.01, metavar="R",
+                        help="as of build: documents for validation are left out (default 0.01)")
+    trains.add_argument("--document-separator", default="", metavar="TEXT", help="as of build")
+    trains.add_argument("--text-column", default="text", metavar="NAME", help="as of build")
+    trains.set_defaults(run=train_tokenizer_command)
 
     for command, run in ((build, build_command), (stdlib, stdlib_command), (imports, import_command)):
         command.add_argument("--out", required=True, metavar="DIR", help="the data folder to make")

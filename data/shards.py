@@ -266,15 +266,19 @@ def fsync_folder(folder):
         os.close(descriptor)
 
 
-def write_json(path, value):
-    """Writes or replaces a file of JSON at one instant."""
+def write_file(path, content):
+    """Writes or replaces a file at one instant."""
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
     fsync_folder(path.parent)
+
+
+def write_json(path, value):
+    write_file(path, json.dumps(value, indent=1).encode() + b"\n")
 
 
 def write_manifest(folder, tokenizer, vocab_size, train, val, sources, **more):

@@ -230,8 +230,8 @@ def train_bpe(texts, vocab_size):
     Raises ValueError for a size that cannot be.
     """
     if not 257 <= vocab_size <= LARGEST_VOCAB:
-        raise ValueError(f"--vocab-size is {vocab_size:,}; wanted are at least 257, for the 256 bytes and the end of text, "
-                         f"and at most {LARGEST_VOCAB:,}, which uint16 shards can hold")
+        raise ValueError(f"--vocab-size is {vocab_size:,}; wanted are at least 257, for the 256 bytes and the end of "
+                         f"text, and at most {LARGEST_VOCAB:,}, which uint16 shards can hold")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
