@@ -8,6 +8,7 @@ command goes on from it, after a kill too, to the same bytes, for the ids of a p
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import sources as reading
+from data.download import downloaded
 from data.shards import ID, fsync_folder, shard_row, write_file, write_json, write_manifest
 from data.sources import BLANK, DUPLICATE, Extremes, Piece, Seen, read_pieces, without_duplicates
 from data.vocabulary import LARGEST_VOCAB, load_tokenizer
@@ -61,7 +63,9 @@ def under_way(out_dir, plan):
             fsync_folder(out_dir.parent)
             shutil.rmtree(folder)
         finally:
-            if not (folder / "journal.json").exists():
+            if (folder / "journal.json").exists() or (folder / "raw").exists():
+                print(f"what is done is kept in {folder}; the same command goes on from there", file=sys.stderr)
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -298,7 +302,8 @@ def encode_all(pieces, tokenizer, workers):
 # -- building
 
 
-def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Options(), workers=1, progress=True):
+def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Options(), workers=1, keep_raw=False,
+               progress=True):
     """Encodes the sources into a new data folder and returns its manifest; goes on with a build that was killed."""
     check_options(options, workers)
     check_divisible(sources, how, options)
@@ -310,6 +315,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
     most = workers if any(file.name == "-" for file in files) else sum(file.size for file in files) // reading.CHUNK + 1
     workers = 1 if tokenizer.identity["kind"] == "bytes" else min(workers, most)
     with under_way(out_dir, plan) as (folder, journal):
+        how = how._replace(fetch=functools.partial(on_this_disk, folder="" if keep_raw else folder / "raw"))
         if tokenizer.file:
             write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
         journal = journal or new_journal(plan, sources, int(options.val_ratio * 2**64))
@@ -323,6 +329,10 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         say_what_was_left_out(journal, tokenizer)
         return write_manifest(folder / "data", tokenizer.identity, tokenizer.vocab_size, shards["train"],
                               shards["val"], journal["sources"], **split_of(journal, options))
+
+
+def on_this_disk(name, folder):
+    return downloaded(name, folder) if name.startswith("hf:") else contextlib.nullcontext(name)
 
 
 def check_options(options, workers):
@@ -475,6 +485,7 @@ def sample_texts(sources, how, most_bytes, val_ratio):
     does not choose, and none that a build with this val_ratio takes for validation."""
     share = most_bytes / max(sum(file.size for source in sources for file in source.files), 1)
     limit = int(max(1 - share, val_ratio) * 2**64)  # what is above it counts as 'train'
+    how = how._replace(fetch=functools.partial(on_this_disk, folder=""))
     for piece in read_pieces(sources, how, limit, Extremes()):
         if piece.split == "train" and not piece.note:
             yield piece.data.decode("utf-8", "replace")

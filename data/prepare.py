@@ -38,6 +38,7 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from data.building import Options, Progress, build_data, report, sample_texts
+from data.download import hub_source
 from data.shards import (ID, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest, manifest_problems,
                          read_manifest, shard_problems, shard_row, write_file, write_manifest)
 from data.shards import ShardHasher, Tokens, check_fingerprint, grown, growth  # the trainer's, which asks here
@@ -274,24 +275,31 @@ def print_summary(data_dir, manifest):
     print(f"  data fingerprint {fingerprint(manifest)}")
 
 
+def sources_of(inputs, glob):
+    """A Source for each input, in their order."""
+    local, binary = find_sources([given for given in inputs if not given.startswith("hf:")])
+    if binary:
+        report(f"left out as binary ({len(binary):,})", binary)
+    local = iter(local)
+    return [hub_source(given, glob) if given.startswith("hf:") else next(local) for given in inputs]
+
+
 def build_command(args):
     if args.tokenizer == "none":
         raise ValueError("build turns text into ids and needs a tokenizer: bytes, gpt2 or another of tiktoken, or a "
                          "tokenizer.json")
     tokenizer = named_tokenizer(args.tokenizer)
-    sources, binary = find_sources(args.inputs)
-    if binary:
-        report(f"left out as binary ({len(binary):,})", binary)
+    sources = sources_of(args.inputs, args.glob)
     how = Reading(args.document_separator.encode(), args.text_column, args.stdin_format)
     options = Options(args.val_ratio, args.shard_tokens, args.dedup)
-    manifest = build_data(args.out, sources, tokenizer, how, options, args.workers)
+    manifest = build_data(args.out, sources, tokenizer, how, options, args.workers, args.keep_raw)
     print_summary(args.out, manifest)
 
 
 def train_tokenizer_command(args):
     if os.path.exists(args.out):
         raise ValueError(f"{args.out} is there; name another file, or remove it first")
-    sources, _ = find_sources(args.inputs)
+    sources = sources_of(args.inputs, args.glob)
     how = Reading(args.document_separator.encode(), args.text_column)
     content = train_bpe(sample_texts(sources, how, args.sample_mb * 1e6, args.val_ratio), args.vocab_size)
     write_file(Path(args.out), content.encode())
@@ -336,7 +344,10 @@ def parse(words):
 
     build = commands.add_parser("build", help="files and folders of text to a data folder")
     build.add_argument("inputs", nargs="+", metavar="INPUT",
-                       help="text, .jsonl, .parquet, also as .gz or .zst; a folder to search for them; - for stdin")
+                       help="text, .jsonl, .parquet, also .gz or .zst; a folder of them; - for stdin; "
+                            "hf:owner/name@revision for a dataset on the Hub")
+    build.add_argument("--glob", default="", metavar="PATTERN",
+                       help="which files of hf:, as in 'sample/10BT/*.parquet' (default: parquet and JSON lines)")
     build.add_argument("--tokenizer", default="bytes", metavar="NAME",
                        help="bytes (default), tiktoken's gpt2, r50k_base or p50k_base, a tokenizer.json or its folder")
     build.add_argument("--document-separator", default="", metavar="TEXT",
@@ -344,6 +355,8 @@ def parse(words):
     build.add_argument("--text-column", default="text", metavar="NAME",
                        help="where JSON lines and parquet have the text (default text)")
     build.add_argument("--stdin-format", default="text", choices=("text", "jsonl"), help="of - (default text)")
+    build.add_argument("--keep-raw", action="store_true",
+                       help="leave the files of hf: in the cache of huggingface_hub; else each is deleted after use")
     build.add_argument("--dedup", action="store_true",
                        help="drop documents whose text was there before, by a 64-bit hash; 8 bytes of memory for each")
     build.add_argument("--val-ratio", type=float, default=0.01, metavar="R",
@@ -374,6 +387,7 @@ def parse(words):
                         help="about so much of the files is used, chosen by document hash (default 1000)")
     trains.add_argument("--val-ratio", type=float, default=0.01, metavar="R",
                         help="as of build: documents for validation are left out (default 0.01)")
+    trains.add_argument("--glob", default="", metavar="PATTERN", help="as of build")
     trains.add_argument("--document-separator", default="", metavar="TEXT", help="as of build")
     trains.add_argument("--text-column", default="text", metavar="NAME", help="as of build")
     trains.set_defaults(run=train_tokenizer_command)

@@ -45,6 +45,7 @@ class Reading(NamedTuple):
     separator: bytes = b""  # between the documents of a text file; b'': the file is one
     column: str = "text"  # of JSON lines and parquet
     stdin_format: str = "text"  # or 'jsonl'
+    fetch: object = contextlib.nullcontext  # a file's name -> a context with its path on this disk
 
 
 class Chunk(NamedTuple):
@@ -125,7 +126,7 @@ def is_binary(path):
 
 
 @contextlib.contextmanager
-def opened(path):
+def opened(path, name=""):
     """A file's bytes, unpacked where its name says so, and a function for how many of it were read.
 
     Raises ValueError where the packed bytes are damaged or end too early.
@@ -134,10 +135,10 @@ def opened(path):
         try:
             yield unpacked(raw, path.lower()), raw.tell if path != "-" else lambda: 0
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise damaged(path, error) from None
+            raise damaged(name or path, error) from None
         except OSError as error:
             if error.errno is None and path.lower().endswith(".zst"):  # pyarrow's word for damage
-                raise damaged(path, error) from None
+                raise damaged(name or path, error) from None
             raise
 
 
@@ -284,12 +285,12 @@ def no_column(name, column, columns):
     return ValueError(f"{name} has no column {column!r}; there are: {there}. --text-column names another")
 
 
-def read_parquet(path, column):
+def read_parquet(path, name, column):
     """Yields (chunk, bytes of the file read) for the text in `column` of each row; no other column is read."""
-    pyarrow = pyarrow_for(path)
+    pyarrow = pyarrow_for(name)
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as table:
-            kind = text_type(path, column, table.schema_arrow, pyarrow.types)
+            kind = text_type(name, column, table.schema_arrow, pyarrow.types)
             size, rows = os.path.getsize(path), table.metadata.num_rows
             for number, text in enumerate(parquet_texts(table, column, kind, pyarrow), 1):
                 note = f"row {number:,}: {column!r} is null, not a text"
@@ -298,17 +299,17 @@ def read_parquet(path, column):
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # of the disk; pyarrow's word for damage has none
             raise
-        raise damaged(path, error) from None
+        raise damaged(name, error) from None
 
 
-def text_type(path, column, schema, types):
+def text_type(name, column, schema, types):
     """The type of the column's texts. Raises ValueError where it is not there or holds something else."""
     if column not in schema.names:
-        raise no_column(path, column, schema.names)
+        raise no_column(name, column, schema.names)
     kind = schema.field(column).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise ValueError(f"{path}: the column {column!r} holds {kind}, not text; --text-column names another")
+        raise ValueError(f"{name}: the column {column!r} holds {kind}, not text; --text-column names another")
     return kind
 
 
@@ -323,12 +324,15 @@ def parquet_texts(table, column, kind, pyarrow):
 def read_file(file, how):
     """Yields (chunk, bytes of the file read) for a file."""
     kind = how.stdin_format if file.name == "-" else kind_of(file.name)
-    if kind == "parquet":
-        yield from read_parquet(file.name, how.column)
-        return
-    with opened(file.name) as (content, tell):
-        chunks = (read_json_lines(content, file.name, how.column) if kind == "jsonl"
-                  else read_chunks(content, how.separator))
+    with how.fetch(file.name) as path:
+        yield from (read_parquet(path, file.name, how.column) if kind == "parquet" else
+                    read_stream(path, file.name, kind, how))
+
+
+def read_stream(path, name, kind, how):
+    with opened(path, name) as (content, tell):
+        lines = kind == "jsonl"
+        chunks = read_json_lines(content, name, how.column) if lines else read_chunks(content, how.separator)
         for chunk in chunks:
             yield chunk, tell()
 

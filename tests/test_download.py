@@ -1,0 +1,136 @@
+"""Data from a dataset repository, by the real client from a stand-in of the Hub on this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hub_server import TOKENS, Hub
+from test_prepare import build, sentences, texts_of
+from test_sources import ROOT, all_bytes, lines, parquet
+
+REPO = "datasets/owner/web"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with Hub(tmp_path / "hub", large=1000) as hub:
+        hub.create(REPO)
+        folder = texts_of(tmp_path / "local", {f"{i}.jsonl": lines([sentences(10 * i + j, 200) for j in range(40)])
+                                               for i in range(3)})
+        parquet(folder / "3.parquet", [sentences(100 + j, 200) for j in range(40)])
+        hub.commit(REPO, {f"data/{name}": content for name, content in all_bytes(folder).items()}
+                   | {"README.md": b"what this is", "other/0.jsonl": lines(["other"])})
+        yield hub
+    assert not hub.errors
+
+
+SCRIPT = """
+import sys
+from data import building, prepare, sources
+sources.CHUNK, building.SAVE_S = 2000, 0
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+def command(hub, tmp_path, *words, given=("hf:owner/web",)):
+    words = ["build", *given, "--out", str(tmp_path / "out"), "--glob=data/*", *words]
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=hub.environment(tmp_path / "home", "read") | {"PYTHONPATH": ROOT})
+
+
+def done(hub, tmp_path, *words, **more):
+    """(exit status, stderr) of a build."""
+    process = command(hub, tmp_path, *words, **more)
+    return process.wait(60), process.communicate()[1]
+
+
+def downloads(hub, name):
+    """The requests for the bytes of a file."""
+    return [record for record in hub.requests(rf"GET .*{name}") if record["status"] in (200, 206)]
+
+
+def test_the_same_bytes_as_from_files_here(hub, tmp_path):
+    raw = []
+
+    def look(hub, record):
+        folder = tmp_path / ".out.building" / "raw" / "data"
+        if record["line"].startswith("GET") and folder.exists():
+            raw.append(len([path for path in folder.iterdir() if path.suffix != ".incomplete"]))
+
+    hub.after_request = look
+    assert done(hub, tmp_path) == (0, "")
+    build(tmp_path / "wanted", tmp_path / "local")
+    for name in ("train-00000.bin", "val-00000.bin"):
+        assert all_bytes(tmp_path / "out")[name] == all_bytes(tmp_path / "wanted")[name]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [(row["name"], row["revision"], row["documents"]) for row in manifest["sources"]] == [
+        ("hf:owner/web", hub.head(REPO), 160)]
+    assert len(raw) > 3 and max(raw) <= 1, "one file at a time"
+    assert sorted(os.listdir(tmp_path)) == ["hub", "local", "out", "wanted"]
+
+
+def test_a_revision_is_what_is_built(hub, tmp_path):
+    old = hub.head(REPO)
+    hub.commit(REPO, {"data/0.jsonl": lines(["changed"] * 3)})
+    assert done(hub, tmp_path) == (0, "")
+    new = all_bytes(tmp_path / "out")
+    assert done(hub, tmp_path, f"--out={tmp_path / 'old'}", given=[f"hf:owner/web@{old}"])[0] == 0
+    assert new["train-00000.bin"] != all_bytes(tmp_path / "old")["train-00000.bin"]
+    for name, commit in (("out", hub.head(REPO)), ("old", old)):
+        assert json.loads((tmp_path / name / "manifest.json").read_text())["sources"][0]["revision"] == commit
+
+
+def test_what_is_kept_stays_in_the_cache_of_the_client(hub, tmp_path):
+    assert done(hub, tmp_path, "--keep-raw") == (0, "")
+    kept = {path.name for path in (tmp_path / "home").rglob("snapshots/*/data/*")}
+    assert kept == {"0.jsonl", "1.jsonl", "2.jsonl", "3.parquet"}
+    before = len(downloads(hub, "1.jsonl"))
+    assert done(hub, tmp_path, "--keep-raw", f"--out={tmp_path / 'again'}") == (0, "")
+    assert len(downloads(hub, "1.jsonl")) == before
+    assert all_bytes(tmp_path / "out") == all_bytes(tmp_path / "again")
+
+
+def test_killed_while_it_downloads_it_goes_on(hub, tmp_path):
+    fault = hub.add_fault("hang", "GET .*2.jsonl")
+    process = command(hub, tmp_path)
+    assert hub.wait_for("GET .*2.jsonl")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    hub.faults.remove(fault)
+    journal = json.loads((tmp_path / ".out.building" / "journal.json").read_text())
+    assert journal["place"][0] == 1
+    files = {name: len(downloads(hub, name)) for name in ("0.jsonl", "2.jsonl")}
+    assert done(hub, tmp_path) == (0, "")
+    assert len(downloads(hub, "0.jsonl")) == files["0.jsonl"], "a file that is in the shards is not downloaded again"
+    assert len(downloads(hub, "2.jsonl")) > files["2.jsonl"]
+    build(tmp_path / "wanted", tmp_path / "local")
+    assert all_bytes(tmp_path / "out")["train-00000.bin"] == all_bytes(tmp_path / "wanted")["train-00000.bin"]
+
+
+def test_an_outage_is_said_and_what_is_there_is_kept(hub, tmp_path):
+    hub.add_fault("status", "2.jsonl", code=404, times=0)
+    status, message = done(hub, tmp_path)
+    assert status == 2 and "the Hub did not give hf:owner/web@" in message and "/data/2.jsonl" in message
+    assert "Traceback" not in message and TOKENS["read"] not in message
+    assert f"what is done is kept in {tmp_path / '.out.building'}; the same command goes on" in message
+    hub.faults.clear()
+    assert done(hub, tmp_path) == (0, "")
+
+
+@pytest.mark.parametrize("given, glob, text", [
+    ("hf:owner/web", "nothing/*", "no file of owner/web at"), ("hf:owner/web", "nothing/*", "data/0.jsonl, data/1.json"),
+    ("hf:owner/none", "", "the dataset owner/none at main"), ("hf:web", "", "write hf:owner/name"),
+    ("hf:owner/web@nobranch", "", "the dataset owner/web at nobranch")])
+def test_what_is_not_there_is_said(hub, tmp_path, given, glob, text):
+    status, message = done(hub, tmp_path, f"--glob={glob}", given=[given])
+    assert status == 2 and text in message and "Traceback" not in message and TOKENS["read"] not in message
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()
+
+
+def test_without_a_glob_parquet_and_json_lines_are_taken(hub, tmp_path):
+    assert done(hub, tmp_path, "--glob=") == (0, "")
+    row, = json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"]
+    assert row["documents"] == 161
