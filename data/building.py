@@ -41,6 +41,7 @@ class Options(NamedTuple):
     shard_tokens: int = 100_000_000
     dedup: bool = False
     part: tuple = (1, 1)
+    val_below: int = -1  # the split of another data folder in the place of val_ratio
 
 
 # -- the folder under way
@@ -318,7 +319,8 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         how = how._replace(fetch=functools.partial(on_this_disk, folder="" if keep_raw else folder / "raw"))
         if tokenizer.file:
             write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
-        journal = journal or new_journal(plan, sources, int(options.val_ratio * 2**64))
+        limit = int(options.val_ratio * 2**64) if options.val_below < 0 else options.val_below
+        journal = journal or new_journal(plan, sources, limit)
         shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
         limit = better_limit(journal, shards, options)
         if limit != journal["limit"]:  # a corpus so small that a side was empty
@@ -343,9 +345,9 @@ def check_options(options, workers):
 
 def check_divisible(sources, how, options):
     """Says of a single text file before hours of work what better_limit would say after them."""
-    files = [file for source in sources for file in source.files if file.size > reading.CHUNK]
-    alone = options.val_ratio and len(files) == sum(len(source.files) for source in sources) == 1
-    if alone and not how.separator and reading.kind_of(files[0].name) == "text" and options.part == (1, 1):
+    files = [file for source in sources for file in source.files]
+    alone = len(files) == 1 and files[0].size > reading.CHUNK and reading.kind_of(files[0].name) == "text"
+    if alone and not how.separator and options.val_ratio and options.val_below < 0 and options.part == (1, 1):
         raise not_divisible("one document")
 
 
@@ -410,6 +412,9 @@ def take(batch, journal, writers, keys):
         row = journal["sources"][part.source]
         row["documents"] += part.documents
         row["tokens"] += len(part.ids)
+        if part.split == "val":  # counted apart too: an append takes the others alone
+            row["val_documents"] = row.get("val_documents", 0) + part.documents
+            row["val_tokens"] = row.get("val_tokens", 0) + len(part.ids)
         if part.not_utf8:
             journal["not_utf8"] = sorted({*journal["not_utf8"], *part.not_utf8})
     for piece in batch.notes:
@@ -444,10 +449,10 @@ def better_limit(journal, shards, options):
     Raises ValueError where there is no text, or where there are not two documents to part.
     """
     documents = count(journal, "documents")
-    if options.part != (1, 1):  # other parts have other documents
-        return journal["limit"]
-    if documents == 0:
+    if documents == 0 and options.part == (1, 1):
         raise ValueError("there is no text in " + ", ".join(row["name"] for row in journal["sources"]))
+    if options.part != (1, 1) or options.val_below >= 0:  # other folders have the other documents
+        return journal["limit"]
     if options.val_ratio and journal["lowest"] == journal["highest"]:
         raise not_divisible("one document" if documents == 1 else f"{documents:,} documents that begin with the same "
                             "text")

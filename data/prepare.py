@@ -5,6 +5,9 @@
     python data/prepare.py stdlib --out DIR           the Python standard library's own sources, as bytes
     python data/prepare.py import FILE... --out DIR   nanoGPT's or llm.c's token files, linked and not copied
     python data/prepare.py verify DIR                 read every shard and compare it with the manifest
+    python data/prepare.py merge PART... --out DIR    the parts that build --part 1/8, 2/8, ... made, as one
+    python data/prepare.py append DIR NEW...          the shards of other data folders to one that may be in use
+    python data/prepare.py status DIR [OUT_DIR]       what there is, and when the run in OUT_DIR has seen all of it
 
 A data folder holds manifest.json and shards (train-00000.bin, ...) of little-endian uint16 token ids; the
 end-of-text id (eot) ends each document. It appears whole or not at all: it is written beside its place, manifest last,
@@ -23,6 +26,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import platform
 import re
@@ -37,12 +41,13 @@ import numpy as np
 if __name__ == "__main__":  # as a script Python looks for modules beside it, not in the folder above
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from data.building import Options, Progress, build_data, report, sample_texts
+from data.building import Options, Progress, build_data, locked, report, sample_texts
 from data.download import hub_source
 from data.shards import (ID, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest, manifest_problems,
-                         read_manifest, shard_problems, shard_row, write_file, write_manifest)
+                         read_manifest, shard_problems, shard_row, write_file, write_json,
+                         write_manifest)
 from data.shards import ShardHasher, Tokens, check_fingerprint, grown, growth  # the trainer's, which asks here
-from data.sources import CHUNK, Reading, Source, file_at, find_sources, walk
+from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
 from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer, train_bpe
 
 
@@ -254,11 +259,189 @@ def import_tokens(out_dir, files, val_files, tokenizer, vocab_size, tokenizer_js
         return write_manifest(folder, tokenizer, vocab_size, rows["train"], rows["val"], sources)
 
 
+# -- joining data folders
+
+
+def merge(out_dir, folders):
+    """Makes a data folder of links to the shards of others, in the order of their parts, and returns its manifest.
+
+    Raises ValueError naming every reason why they do not go together.
+    """
+    manifests = [(folder, read_manifest(folder)) for folder in folders]
+    problems = part_problems(manifests)
+    manifests.sort(key=lambda row: row[1].get("part", [0])[0])
+    first = manifests[0][1]
+    for folder, manifest in manifests[1:]:
+        problems += [f"{folder}: its {key} is {manifest.get(key)}, in {manifests[0][0]} it is {first.get(key)}"
+                     for key in ("vocab_size", "tokenizer", "split") if manifest.get(key) != first.get(key)]
+    if not any(manifest["train"] for _, manifest in manifests):
+        problems.append("there is no training text in any of them")
+    if problems:
+        raise ValueError("nothing was merged:\n  " + "\n  ".join(problems))
+    with new_folder(out_dir) as folder:
+        for name, content in tokenizer_file(manifests[0][0], first).items():
+            write_file(folder / name, content)
+        rows = {split: link_shards(folder, split, 0, manifests) for split in ("train", "val")}
+        sources = joined_sources(row for _, manifest in manifests for row in manifest["sources"])
+        split = {"split": first["split"]} if "split" in first else {}
+        return write_manifest(folder, first["tokenizer"], first["vocab_size"], rows["train"], rows["val"], sources,
+                              **split)
+
+
+def part_problems(manifests):
+    """What is wrong with the parts that were given: all must be there, each once."""
+    places = Counter(os.path.realpath(folder) for folder, _ in manifests)
+    problems = [f"{folder}: named {times} times" for folder, times in places.items() if times > 1]
+    parts = [tuple(manifest["part"]) for _, manifest in manifests if "part" in manifest]
+    if not parts:
+        return problems
+    if len(parts) < len(manifests):
+        problems.append("some are parts and some are not; append takes whole folders")
+    for count in sorted({count for _, count in parts}):
+        times = Counter(number for number, of in parts if of == count)
+        problems += [f"part {number}/{count} is given {times[number]} times, not once"
+                     for number in range(1, count + 1) if times[number] != 1]
+    return problems
+
+
+def link_shards(folder, split, begin, manifests):
+    """Links the shards of the split under the numbers from begin on, and returns their rows."""
+    rows = []
+    for source, manifest in manifests:
+        for shard in manifest[split]:
+            name = f"{split}-{begin + len(rows):05d}.bin"
+            temporary = folder / f".{name}.new"
+            temporary.unlink(missing_ok=True)
+            link(Path(source, shard["file"]).resolve(), temporary)
+            os.replace(temporary, folder / name)  # over what a killed append has left
+            temporary.unlink(missing_ok=True)  # replace leaves a link to the same file
+            rows.append(shard | {"file": name})
+    return rows
+
+
+def joined_sources(rows):
+    """The rows of the manifest's sources with their numbers added up by name and revision."""
+    joined = {}
+    for row in rows:
+        sums = joined.setdefault((row["name"], row["revision"]), {})
+        for key, value in row.items():
+            sums[key] = sums.get(key, 0) + value if isinstance(value, int) else value
+    return list(joined.values())
+
+
+def append(data_dir, folders, progress=True):
+    """Appends the training shards of data folders to that of data_dir, all of them at one instant; its manifest.
+
+    A run that uses it takes them up when its pass ends. Validation stays as it is. Raises ValueError naming every
+    reason why they do not go together.
+    """
+    with locked(Path(data_dir)):
+        manifest = read_manifest(data_dir)
+        news = [(folder, *verify(folder, progress)) for folder in folders]
+        problems = [f"{folder}: {problem}" for folder, _, found in news for problem in found]
+        news = [(folder, new) for folder, new, _ in news]
+        problems += [problem for folder, new in news for problem in append_problems(manifest, folder, new)]
+        problems += part_problems([*news, (data_dir, {})]) if not problems else []
+        if problems:
+            raise ValueError(f"nothing was appended to {data_dir}:\n  " + "\n  ".join(problems))
+        rows = link_shards(Path(data_dir), "train", next_number(manifest["train"]), news)
+        fsync_folder(data_dir)
+        grown_manifest = manifest | {"train": [*manifest["train"], *rows], "sources": joined_sources(
+            [*manifest["sources"], *(train_only(row) for _, new in news for row in new["sources"])])}
+        write_json(Path(data_dir, "manifest.json"), grown_manifest)
+        return grown_manifest
+
+
+def next_number(shards):
+    """The number above all that the names of shards hold."""
+    return max([len(shards), *(1 + int(number) for shard in shards
+                               for number in re.findall(r"^train-(\d+)\.bin$", shard["file"]))])
+
+
+def append_problems(manifest, folder, new):
+    """Why the training text of a folder may not go into the data of this manifest."""
+    problems = [f"{folder}: its {key} is {new[key]}, here it is {manifest[key]}"
+                for key in ("vocab_size", "tokenizer") if new[key] != manifest[key]]
+    if "part" in new:
+        problems.append(f"{folder}: it is part {new['part'][0]}/{new['part'][1]}; merge the parts first")
+    hashes = {shard["sha256"] for shard in manifest["train"]}
+    problems += [f"{folder}: its {shard['file']} is in the data already" for shard in new["train"]
+                 if shard["sha256"] in hashes]
+    here, there = (data.get("split", {}).get("val_below", 0) for data in (manifest, new))
+    if here > there:
+        problems.append(f"{folder}: it trains on documents that are for validation here; make it again with "
+                        "'build --like' and the folder to append to")
+    return problems
+
+
+def train_only(row):
+    """A row of a manifest's sources without what is for validation."""
+    return {key: value - row.get(f"val_{key}", 0) if key in ("documents", "tokens") else value
+            for key, value in row.items() if not key.startswith("val_")}
+
+
 def link(path, name):
     try:
         os.link(path, name)
     except OSError:  # on another file system, or one without hard links
         os.symlink(path, name)
+
+
+# -- how far a run is
+
+
+def run_state(out_dir):
+    """What the newest checkpoint of a run and its last rows say: windows, block_size, segments, tokens_per_s (0: not
+    known) and step. Raises ValueError where there is no checkpoint.
+    """
+    try:
+        pointer = json.loads(Path(out_dir, "latest.json").read_bytes())
+        trainer = json.loads(Path(out_dir, "checkpoints", pointer["checkpoint"], "trainer.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{out_dir} has no run with a checkpoint to look at ({error})") from None
+    rates = []
+    if (path := Path(out_dir, "metrics.jsonl")).exists():
+        with open(path, "rb") as file:
+            file.seek(max(path.stat().st_size - (1 << 16), 0))
+            for line in file.read().splitlines()[1:][-20:]:
+                with contextlib.suppress(ValueError, KeyError):  # the last line may be torn, a rate not known
+                    rates.append(float(json.loads(line)["tokens_per_s"]))
+    return {"step": trainer["step"], "windows": trainer["windows"], "segments": trainer["segments"],
+            "block_size": trainer["settings"]["block_size"], "tokens_per_s": float(np.median(rates)) if rates else 0}
+
+
+def undrawn(manifest, run):
+    """(windows of data that the run has not drawn yet, number of them that it has not even taken up).
+
+    After a growth the next pass runs over what is new, so what is undrawn is what is left of that pass, and what was
+    appended since. A window on a border counts once.
+    """
+    first, shards = run["segments"][-1]
+    taken_up = sum(shard["tokens"] for shard in shards)
+    covered = sum(shard["tokens"] for shard in run["segments"][-2][1]) if len(run["segments"]) > 1 else 0
+    left = max(first + (taken_up - covered - 1) // run["block_size"] - run["windows"], 0)
+    waiting = sum(shard["tokens"] for shard in manifest["train"]) - taken_up
+    waiting = max((waiting - 1) // run["block_size"], 0) if waiting else 0
+    return left + waiting, waiting
+
+
+def print_run(out_dir, manifest):
+    """Says how much of the data a run has drawn. Raises ValueError where they are not the data of that run."""
+    run = run_state(out_dir)
+    grown(run["segments"][-1][1], manifest["train"])
+    left, waiting = undrawn(manifest, run)
+    drawn = run["windows"] * run["block_size"]
+    print(f"{out_dir}\n  step {run['step']:,}, {run['windows']:,} windows drawn, {drawn:,} tokens\n"
+          f"  {left:,} windows not drawn yet, {waiting:,} of them not taken up yet")
+    if not left:
+        print("  all data have been drawn; the run goes over them again until more is appended")
+    elif run["tokens_per_s"]:
+        seconds = left * run["block_size"] / run["tokens_per_s"]
+        print(f"  at {run['tokens_per_s']:,.0f} tokens/s all data have been drawn in {hours(seconds)}")
+
+
+def hours(seconds):
+    return f"{seconds // 3600:.0f} h {seconds // 60 % 60:02.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 # -- the command line
@@ -288,12 +471,25 @@ def build_command(args):
     if args.tokenizer == "none":
         raise ValueError("build turns text into ids and needs a tokenizer: bytes, gpt2 or another of tiktoken, or a "
                          "tokenizer.json")
-    tokenizer = named_tokenizer(args.tokenizer)
+    tokenizer, val_below = like(args) if args.like else (named_tokenizer(args.tokenizer or "bytes"), -1)
     sources = sources_of(args.inputs, args.glob)
+    sources = part_of(sources, *args.part) if args.part != (1, 1) else sources
     how = Reading(args.document_separator.encode(), args.text_column, args.stdin_format)
-    options = Options(args.val_ratio, args.shard_tokens, args.dedup)
+    options = Options(args.val_ratio, args.shard_tokens, args.dedup, args.part, val_below)
     manifest = build_data(args.out, sources, tokenizer, how, options, args.workers, args.keep_raw)
     print_summary(args.out, manifest)
+
+
+def like(args):
+    """The tokenizer of the folder --like, and below which hash its documents are for validation."""
+    manifest = read_manifest(args.like)
+    if args.tokenizer:
+        raise ValueError("--like takes the tokenizer of that folder; leave --tokenizer out")
+    if "split" not in manifest:
+        raise ValueError(f"{args.like} does not say which documents are for validation, for they were not split by "
+                         "'build'; give --tokenizer and --val-ratio instead of --like")
+    file = os.path.join(args.like, "tokenizer.json")
+    return load_tokenizer(manifest["tokenizer"], manifest["vocab_size"], file), manifest["split"]["val_below"]
 
 
 def train_tokenizer_command(args):
@@ -326,6 +522,29 @@ def import_command(args):
     print_summary(args.out, import_tokens(args.out, args.files, args.val, identity, vocab_size, file))
 
 
+def merge_command(args):
+    print_summary(args.out, merge(args.out, args.parts))
+
+
+def append_command(args):
+    print_summary(args.dir, append(args.dir, args.new))
+
+
+def status_command(args):
+    manifest = read_manifest(args.dir)
+    print_summary(args.dir, manifest)
+    for row in manifest["sources"]:
+        more = [f"{row[key]:,} {key}" for key in ("malformed", "blank", "duplicates") if key in row]
+        left_out = f", left out {', '.join(more)}" if more else ""
+        print(f"  {row['tokens']:,} tokens in {row['documents']:,} documents of {row['name']}{left_out}")
+    tokens = sum(shard["tokens"] for shard in manifest["train"])
+    block_size = run_state(args.out_dir)["block_size"] if args.out_dir else args.block_size
+    print(f"  {max((tokens - 1) // block_size, 0):,} training windows of {block_size:,} tokens\n"
+          "  every file is there and has its size; 'verify' compares the hashes")
+    if args.out_dir:
+        print_run(args.out_dir, manifest)
+
+
 def verify_command(args):
     manifest, problems = verify(args.dir)
     for problem in problems:
@@ -335,6 +554,14 @@ def verify_command(args):
         return 1
     print_summary(args.dir, manifest)
     print("  every shard is what the manifest says")
+
+
+def part(word):
+    """(i, n) of 'i/n'."""
+    number, count = map(int, word.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError
+    return number, count
 
 
 def parse(words):
@@ -348,7 +575,7 @@ def parse(words):
                             "hf:owner/name@revision for a dataset on the Hub")
     build.add_argument("--glob", default="", metavar="PATTERN",
                        help="which files of hf:, as in 'sample/10BT/*.parquet' (default: parquet and JSON lines)")
-    build.add_argument("--tokenizer", default="bytes", metavar="NAME",
+    build.add_argument("--tokenizer", default="", metavar="NAME",
                        help="bytes (default), tiktoken's gpt2, r50k_base or p50k_base, a tokenizer.json or its folder")
     build.add_argument("--document-separator", default="", metavar="TEXT",
                        help="what stands between the documents of a text file; without it a file is one document")
@@ -359,6 +586,10 @@ def parse(words):
                        help="leave the files of hf: in the cache of huggingface_hub; else each is deleted after use")
     build.add_argument("--dedup", action="store_true",
                        help="drop documents whose text was there before, by a 64-bit hash; 8 bytes of memory for each")
+    build.add_argument("--part", type=part, default=(1, 1), metavar="I/N",
+                       help="only the I-th of N parts of the files, on one of N machines; then merge")
+    build.add_argument("--like", default="", metavar="DIR",
+                       help="the tokenizer of a data folder and its documents for validation: to append to it")
     build.add_argument("--val-ratio", type=float, default=0.01, metavar="R",
                        help="share of the documents for validation (default 0.01)")
     build.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
@@ -392,7 +623,22 @@ def parse(words):
     trains.add_argument("--text-column", default="text", metavar="NAME", help="as of build")
     trains.set_defaults(run=train_tokenizer_command)
 
-    for command, run in ((build, build_command), (stdlib, stdlib_command), (imports, import_command)):
+    merges = commands.add_parser("merge", help="the parts of a build, or whole data folders, as one")
+    merges.add_argument("parts", nargs="+", metavar="PART", help="a data folder; its shards are linked, not copied")
+
+    appends = commands.add_parser("append", help="more training data for a folder that may be in use")
+    appends.add_argument("dir", metavar="DIR")
+    appends.add_argument("new", nargs="+", metavar="NEW", help="a data folder; its training shards are linked")
+    appends.set_defaults(run=append_command)
+
+    statuses = commands.add_parser("status", help="what a data folder holds, and how far a run has drawn it")
+    statuses.add_argument("dir", metavar="DIR")
+    statuses.add_argument("out_dir", nargs="?", metavar="OUT_DIR", help="the folder of a run on these data")
+    statuses.add_argument("--block-size", type=int, default=1024, metavar="N", help="without OUT_DIR (default 1024)")
+    statuses.set_defaults(run=status_command)
+
+    for command, run in ((build, build_command), (stdlib, stdlib_command), (imports, import_command),
+                         (merges, merge_command)):
         command.add_argument("--out", required=True, metavar="DIR", help="the data folder to make")
         command.set_defaults(run=run)
     return parser.parse_args(words)

@@ -91,6 +91,25 @@ def find_sources(inputs):
     return sources, binary
 
 
+def part_of(sources, number, count):
+    """The sources with those files alone that are in one of `count` parts of about the same size, in their order.
+
+    Raises ValueError for standard input, which has no parts.
+    """
+    total, behind, parts = sum(file.size for source in sources for file in source.files), 0, []
+    for source in sources:
+        files = []
+        for file in source.files:
+            if file.name == "-":
+                raise ValueError("standard input cannot be divided; give --part with files")
+            middle = behind + file.size / 2
+            if int(count * middle / max(total, 1)) == number - 1:
+                files.append(file)
+            behind += file.size
+        parts.append(source._replace(files=files))
+    return parts
+
+
 def file_at(path):
     """The File of a path as it lies on the disk; of standard input nothing is known."""
     if path == "-":

@@ -37,8 +37,9 @@ sys.exit(prepare.main(sys.argv[1:]))
 
 def command(hub, tmp_path, *words, given=("hf:owner/web",)):
     words = ["build", *given, "--out", str(tmp_path / "out"), "--glob=data/*", *words]
+    environment = hub.environment(tmp_path / "home", "read") | {"PYTHONPATH": ROOT}
     return subprocess.Popen([sys.executable, "-c", SCRIPT, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=hub.environment(tmp_path / "home", "read") | {"PYTHONPATH": ROOT})
+                            stderr=subprocess.PIPE, env=environment)
 
 
 def done(hub, tmp_path, *words, **more):
@@ -121,7 +122,7 @@ def test_an_outage_is_said_and_what_is_there_is_kept(hub, tmp_path):
 
 
 @pytest.mark.parametrize("given, glob, text", [
-    ("hf:owner/web", "nothing/*", "no file of owner/web at"), ("hf:owner/web", "nothing/*", "data/0.jsonl, data/1.json"),
+    ("hf:owner/web", "nothing/*", "no file of owner/web at"), ("hf:owner/web", "nothing/*", "data/0.jsonl, data/1"),
     ("hf:owner/none", "", "the dataset owner/none at main"), ("hf:web", "", "write hf:owner/name"),
     ("hf:owner/web@nobranch", "", "the dataset owner/web at nobranch")])
 def test_what_is_not_there_is_said(hub, tmp_path, given, glob, text):
