@@ -263,8 +263,8 @@ def test_a_run_takes_up_what_is_appended_while_it_goes_on(growing):
     before = sum(row["tokens"] for row in prepare.read_manifest(data)["train"])
     words = ["config/quickstart.py", f"--data_dir={data}", f"--out_dir={out}", "--n_layer=1", "--n_head=1",
              "--n_embd=16", "--block_size=64", "--batch_size=4", "--batch_tokens=1024", "--warmup_steps=1",
-             "--checkpoint_interval=3", "--eval_interval=0", "--sample_interval=0", "--prepare=", "--compile=off", "--log_interval=1",
-             "--max_steps=100000", "--schedule=constant"]
+             "--checkpoint_interval=3", "--eval_interval=0", "--sample_interval=0", "--prepare=", "--compile=off",
+             "--log_interval=1", "--max_steps=100000", "--schedule=constant"]
     run = subprocess.Popen([sys.executable, os.path.join(ROOT, "train.py"), *words], cwd=ROOT,
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
