@@ -15,7 +15,8 @@ and then renamed. A build that was killed goes on where it was when its command 
 
 Validation is split by document: a document belongs to val where the hash of its first MiB lies in the lowest
 val_ratio of all 64-bit values. So its side depends neither on its name nor on the order of the files nor on
-what else is there. Where this leaves val empty, the document with the lowest hash is taken.
+what else is there. Where this leaves val empty, the document with the lowest hash is taken. The manifest says below
+which hash ("split"), and 'build --like DIR' takes that over, so that what is appended to DIR is split as DIR is.
 
 Text passes through in chunks of at most 1 MiB, so memory does not grow with the input, and the bytes written
 are the same for any number of workers. Readers are in data/sources.py, the build is in data/building.py.
@@ -44,8 +45,7 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
 from data.building import Options, Progress, build_data, locked, report, sample_texts
 from data.download import hub_source
 from data.shards import (ID, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest, manifest_problems,
-                         read_manifest, shard_problems, shard_row, write_file, write_json,
-                         write_manifest)
+                         read_manifest, shard_problems, shard_row, write_file, write_json, write_manifest)
 from data.shards import ShardHasher, Tokens, check_fingerprint, grown, growth  # the trainer's, which asks here
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
 from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer, train_bpe
@@ -587,7 +587,8 @@ def parse(words):
     build.add_argument("--dedup", action="store_true",
                        help="drop documents whose text was there before, by a 64-bit hash; 8 bytes of memory for each")
     build.add_argument("--part", type=part, default=(1, 1), metavar="I/N",
-                       help="only the I-th of N parts of the files, on one of N machines; then merge")
+                       help="only the I-th of N parts of the files, on one of N machines; then merge. "
+                            "--dedup sees the documents of its part alone")
     build.add_argument("--like", default="", metavar="DIR",
                        help="the tokenizer of a data folder and its documents for validation: to append to it")
     build.add_argument("--val-ratio", type=float, default=0.01, metavar="R",

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from driver import wait_for
 from test_prepare import build, documents_of, ids_of, refused, sentences, texts_of
 
 from data import building, prepare, shards, sources
@@ -391,6 +392,27 @@ def test_any_number_of_workers_writes_the_same_bytes_of_records(tmp_path, monkey
                              f"--workers={workers}", "--shard-tokens=700"]) == 0
         found.append(all_bytes(out))
     assert found[0] == found[1] == found[2] and len(found[0]) > 4
+
+
+def test_killed_with_workers_it_goes_on_with_another_number_of_them(tmp_path, gpt2_vocabulary):
+    folder, out = texts_of(tmp_path / "in", {f"{i:02d}": sentences(i, 20_000) for i in range(24)}), tmp_path / "out"
+    script = ("import sys; from data import building, prepare, sources\n"
+              "sources.CHUNK, building.SAVE_S = 20_000, 0\n"
+              "if __name__ == '__main__':\n"
+              "    sys.exit(prepare.main(sys.argv[1:]))")
+    (tmp_path / "run.py").write_text(script)
+
+    def start(out, workers):
+        words = ["build", folder, "--out", out, "--tokenizer=gpt2", f"--workers={workers}", "--shard-tokens=30000"]
+        return subprocess.Popen([sys.executable, tmp_path / "run.py", *words], stdout=subprocess.DEVNULL,
+                                env={**os.environ, "PYTHONPATH": ROOT})
+
+    process = start(out, 2)
+    wait_for(lambda: (tmp_path / ".out.building" / "journal.json").exists(), process)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    assert start(out, 1).wait(60) == start(tmp_path / "whole", 2).wait(60) == 0
+    assert all_bytes(out) == all_bytes(tmp_path / "whole") and len(all_bytes(out)) > 5
 
 
 def test_memory_does_not_grow_with_json_lines(tmp_path):
