@@ -538,7 +538,7 @@ def live_line(row, horizon, left_s, safe_step):
                   (("loss", 4), ("grad_norm", 3)))
     return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  "
             f"{row['tokens_per_s']:>9,.0f} tokens/s" + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
-            + f"  {duration(left_s)} left" + (f"  safe {safe_step:,}" if safe_step is not None else ""))
+            + f"  {duration(left_s)} left" + ("" if safe_step is None else f"  safe {safe_step:,}" if safe_step >= 0 else "  safe none"))
 
 
 def eval_line(step, result):

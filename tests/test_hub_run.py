@@ -113,7 +113,7 @@ def test_the_live_line_shows_what_is_safe(words, server, tmp_path):
     safe = lambda: wait_for(lambda: made[0].safe_step == 4)
     text = ok(words(schedule="constant"), hub=pusher, train_step=before_step(7, safe))
     live = {int(line.split()[1].partition("/")[0]): line for line in text.splitlines() if line.startswith("step ")}
-    assert live[1].endswith("  safe -1") and live[7].endswith("  safe 4")
+    assert live[1].endswith("  safe none") and live[7].endswith("  safe 4")
     assert "hub    step 12 is safe on me/run" in text
     text = ok(words("disk-1", hub_keep=3, max_steps=13, schedule="constant"))
     assert "  safe 12" in text, "what was brought from there is safe there"
