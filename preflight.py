@@ -534,11 +534,12 @@ def plural(number, one, many=""):
 
 def live_line(row, horizon, left_s, safe_step):
     """Step, loss, rate, gradient norm, speed, time left; with a Hub the newest step that is safe there, -1 for none."""
+    safe = "" if safe_step is None else f"  safe {safe_step:,}" if safe_step >= 0 else "  safe none"
     loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in
                   (("loss", 4), ("grad_norm", 3)))
     return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  "
             f"{row['tokens_per_s']:>9,.0f} tokens/s" + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
-            + f"  {duration(left_s)} left" + ("" if safe_step is None else f"  safe {safe_step:,}" if safe_step >= 0 else "  safe none"))
+            + f"  {duration(left_s)} left{safe}")
 
 
 def eval_line(step, result):
