@@ -33,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
+sys.path += [str(ROOT / "bench"), str(ROOT / "tests")]  # at the end: bench/ has a checkpoint.py of its own
 import chaos
 import hub_server
 
