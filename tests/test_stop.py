@@ -193,7 +193,8 @@ def test_a_signal_to_torchrun_in_any_phase_ends_in_a_whole_checkpoint(tmp_path, 
     for answers in run_ranks(2, tmp_path, (words, {}), (words_of(tmp_path / "straight", data, dropout=0.1,
                                                                  eval_interval=3), {})):
         assert [code for code, _ in answers] == [0, 0]
-    assert_same(out_dir, tmp_path / "straight", *["best_val_loss"] * (phase == "evaluate"))
+    # training goes on beside a save that is held, so there too the signal may cut an evaluation short
+    assert_same(out_dir, tmp_path / "straight", *["best_val_loss"] * (phase in ("evaluate", "write")))
 
 
 def test_the_seconds_that_are_promised():
