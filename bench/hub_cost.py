@@ -5,7 +5,7 @@
 
 Each round trains the same steps without a Hub, with one that takes connections and says nothing (what is left is what
 training itself spends on the Hub), and with one that works; their order alternates. The Hub is the tests' stand-in on
-this machine, at the lowest priority: its work belongs to another machine and is not the run's. Then a session begins
+this machine, in the class of idle processes: its work belongs to another machine and is not the run's. Then a session begins
 on an empty disk. Prints a table, then one JSON line.
 """
 import argparse
@@ -35,7 +35,7 @@ def start_hub(folder, faults):
     """A stand-in in a process of its own that takes only what the others leave; (process, environment for a run)."""
     folder.mkdir()
     port_file = folder / "port.json"
-    process = subprocess.Popen(["nice", "-n", "19", sys.executable, "tests/hub_server.py", "--folder", str(folder),
+    process = subprocess.Popen(["chrt", "--idle", "0", sys.executable, "tests/hub_server.py", "--folder", str(folder),
                                 "--port-file", str(port_file), "--faults", json.dumps(faults)], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not port_file.exists():

@@ -491,6 +491,24 @@ def test_a_child_ends_with_its_parent_and_takes_no_device(server, tmp_path):
     wait_for(lambda: not is_there(pid))
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no class of idle processes")
+def test_a_push_runs_only_where_a_core_is_idle_and_a_cold_start_as_usual(server, tmp_path):
+    def class_of(pid):
+        return os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid)
+    server.add_fault("hang", "GET /api/models", times=0)
+    seen = []
+
+    def note(child):
+        assert server.wait_for("GET /api/models")
+        seen.append(class_of(child.pid))
+    with pytest.raises(hub.HubError, match="deadline"):
+        hub.work("look", {"repo": REPO}, 5, started=note)
+    assert seen == [(os.SCHED_OTHER, 0)]
+    with pytest.raises(hub.HubError):  # the payload is empty, so that it ends by itself
+        hub.work("push", {"repo": REPO, "place": str(tmp_path)}, started=lambda child: wait_for(
+            lambda: class_of(child.pid) == (os.SCHED_IDLE, 19)))
+
+
 def test_the_trainer_never_loads_the_client_nor_a_child_torch(server, tmp_path):
     code = ("import sys, hub; hub.work('look', {'repo': 'me/run', 'private': True}); "
             "assert not {'huggingface_hub', 'torch'} & sys.modules.keys()")
