@@ -117,7 +117,6 @@ if __name__ == "__main__":
 import collections
 import concurrent.futures
 import contextlib
-import datetime
 import functools
 import hashlib
 import json
@@ -155,32 +154,6 @@ REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can as
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------
-
-Ranks = collections.namedtuple("Ranks", "rank world_size device")  # who this process is in the job
-
-
-@contextlib.contextmanager
-def start_ranks(device_type, one_thread, interrupt):
-    """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all.
-
-    Before the ranks have met there is nothing to save, and a signal just ends the process."""
-    threads = torch.get_num_threads()
-    rank, world_size, device = preflight.take_place(device_type, one_thread)
-    own_group = world_size > 1 and not dist.is_initialized()
-    preflight.end_with_launcher()  # before the ranks meet in it: they would wait for a dead one
-    if own_group:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(seconds=RANK_TIMEOUT_S))
-    with interrupt.listening():
-        failed = True
-        try:
-            yield Ranks(rank, world_size, device)
-            failed = False
-        finally:
-            torch.set_num_threads(threads)
-            if own_group and not (failed and device_type == "cuda"):  # NCCL would wait for ranks that wait elsewhere
-                dist.destroy_process_group()
-
 
 def from_rank_0(ranks, function, *arguments):
     """What `function` returns or raises on rank 0, on every rank: one reading, one decision. Ranks: all (broadcast)."""
@@ -777,7 +750,7 @@ def main():
         at_exit.enter_context(journal.answering_errors())
         preflight.check_settings(settings)
         kind = preflight.pick_device(device)
-        ranks = at_exit.enter_context(start_ranks(kind, reproducible, interrupt))
+        ranks = at_exit.enter_context(preflight.start_ranks(kind, reproducible, interrupt, RANK_TIMEOUT_S))
         at_exit.callback(preflight.set_kernels(kind, deterministic))
         stages.end("ranks")
 

@@ -288,7 +288,7 @@ def a_step(settings):
     for name in ("adamw_update", "muon_update"):
         setattr(train, name, torch.profiler.record_function("optimizer")(getattr(train, name)))
     preflight.set_kernels(device.type, False)
-    ranks, model, batch_size = train.Ranks(0, 1, device), model_of(settings, device, seed=1), settings["batch_size"]
+    ranks, model, batch_size = preflight.Ranks(0, 1, device), model_of(settings, device, seed=1), settings["batch_size"]
     if settings["compile"] != "off":
         model.compile(dynamic=False)
     opt = train.new_optimizer(

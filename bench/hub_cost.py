@@ -5,7 +5,7 @@
 
 Each round trains the same steps without a Hub, with one that takes connections and says nothing (what is left is what
 training itself spends on the Hub), and with one that works; their order alternates. The Hub is the tests' stand-in on
-this machine, in the class of idle processes: its work belongs to another machine and is not the run's. Then a session begins
+this machine, an idle process: its work belongs to another machine and is not the run's. Then a session begins
 on an empty disk. Prints a table, then one JSON line.
 """
 import argparse

@@ -42,7 +42,7 @@ def float32_in_full():
 def stepper(device, optimizer, scaling=False):
     """(model, optimizer, a function that does step i)."""
     device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    config, ranks = GPTConfig(**CONFIG), train.Ranks(0, 1, device)
+    config, ranks = GPTConfig(**CONFIG), preflight.Ranks(0, 1, device)
     model = GPT(config, seed=5).to(device)
     opt = train.new_optimizer(model, optimizer, ranks, scaling, betas=(0.9, 0.95), weight_decay=0.1, momentum=0.95,
                               grad_clip=1.0, heads=(2, 2, 32), matrix_dtype=torch.float32)

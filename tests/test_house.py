@@ -368,7 +368,7 @@ def micro_batches(name, world_size):
 
 
 def shares_of(count, world_size):
-    return [len(train.share_of(count, train.Ranks(rank, world_size, None))) for rank in range(world_size)]
+    return [len(train.share_of(count, preflight.Ranks(rank, world_size, None))) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

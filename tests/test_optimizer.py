@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+import preflight
 import train
 from model import GPT, GPTConfig
 
@@ -21,7 +22,7 @@ MATRICES = {"GPT2": ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
             "MODERN": ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_gate", "mlp.c_proj"]}
 KINDS = pytest.mark.parametrize("kind", [GPT2, MODERN, WIDE_HEADS], ids=["gpt2", "modern", "wide_heads"])
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-ONE_RANK = train.Ranks(0, 1, torch.device("cpu"))
+ONE_RANK = preflight.Ranks(0, 1, torch.device("cpu"))
 SHAPES = pytest.mark.parametrize("shape", [(48, 16), (16, 48), (24, 24)], ids=["tall", "wide", "square"])
 NOT_SKIPPED = torch.zeros(())
 SKIPPED = torch.ones(())

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import preflight
 import train
 from conftest import append_shard, write_data
 from driver import (AT_ONCE, ROOT, assert_same, before_step, boom, checkpoints, events, pointed, run_ranks, session,
@@ -199,7 +200,7 @@ def test_loading_takes_no_more_device_memory_than_a_fresh_start(words, tmp_path)
     config = train.GPTConfig(**{name: trainer["settings"][name] for name in train.GPTConfig.__dataclass_fields__})
     device = torch.device("meta")  # stands for a device with memory of its own
     model = train.GPT(config, seed=1).to(device)
-    ranks = train.Ranks(0, 1, device)
+    ranks = preflight.Ranks(0, 1, device)
     opt = train.new_optimizer(model, "muon", ranks, False, betas=(0.9, 0.95), weight_decay=0.1, momentum=0.95,
                               grad_clip=1.0, heads=(2, 2, 8), matrix_dtype=torch.float32)
     with MadeOn(device) as made:

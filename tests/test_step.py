@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import preflight
 import train
 from model import GPT, GPTConfig
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPT2 = dict(vocab_size=60, block_size=8, n_layer=2, n_head=2, n_embd=16)
 MODERN = dict(GPT2, n_kv_head=1, norm="rmsnorm", position="rope", mlp="swiglu", bias=False, qk_norm=True,
               value_residual=True, tie_embeddings=False)
-ONE_RANK = train.Ranks(0, 1, torch.device("cpu"))
+ONE_RANK = preflight.Ranks(0, 1, torch.device("cpu"))
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 REPRODUCIBLE = (1, 2, 4)  # world sizes that share every bit
 COUNTS = {1: (4, 5), 2: (4,), 3: (5,), 4: (4,)}  # micro-batches of a step, by world size
@@ -133,7 +134,7 @@ def late():
 def rank_main(rank, world_size, folder):
     """What one rank of a world finds: numbers in WORLD_RANK.json, tensors in WORLD_RANK.safetensors."""
     torch.set_num_threads(1)
-    ranks = train.Ranks(rank, world_size, torch.device("cpu"))
+    ranks = preflight.Ranks(rank, world_size, torch.device("cpu"))
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_{world_size}", rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=60))
