@@ -454,17 +454,19 @@ def muon_update(opt, named, lr, weight_decay, skip):
 def window_losses(model, forward, stream, starts, group, block_size, device, autocast, cut_short):
     """Each window's loss summed over its tokens in float64, in the order of `starts`; fewer where cut_short() is true.
 
-    On CPU each forward has one thread and several run side by side, uncompiled: a product split over threads may
-    round otherwise, and a window's loss must not depend on how many there are."""
+    A window's loss must not depend on what it is read with. On a GPU each forward has `group` windows (one shape to
+    compile; the last is filled up with some twice). On CPU each has one thread, uncompiled, and several run side by
+    side: a product split over threads may round otherwise."""
     cpu, threads, training = device.type == "cpu", torch.get_num_threads(), model.training
 
     @torch.no_grad()
     def sums_of(batch):
         with autocast():
-            losses_BT = (forward if len(batch[0]) == group and not cpu else model.forward)(*batch)  # compile one shape
+            losses_BT = (model.forward if cpu else forward)(*batch)
         return losses_BT.cpu().double().sum(dim=1).tolist()
 
-    groups, sums = [starts[first:first + group] for first in range(0, len(starts), group)], []
+    filled, sums = starts if cpu else np.resize(starts, -(-len(starts) // group) * group), []
+    groups = [filled[first:first + group] for first in range(0, len(filled), group)]
     model.eval()
     with concurrent.futures.ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for first in range(0, len(groups), threads):
@@ -473,7 +475,7 @@ def window_losses(model, forward, stream, starts, group, block_size, device, aut
             batches = [read_windows(stream, windows, block_size, device) for windows in groups[first:first + threads]]
             sums.extend(number for part in (pool.map if cpu else map)(sums_of, batches) for number in part)
     model.train(training)
-    return sums
+    return sums[:len(starts)]
 
 
 def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_bytes, interrupt):

@@ -1,5 +1,6 @@
 """What a run does: how it begins, goes on and ends, what it refuses, and what it leaves on disk."""
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -691,6 +692,20 @@ def test_a_crash_leaves_a_traceback_of_its_rank_and_a_status(tmp_path, data, wor
     assert pointed(tmp_path / "run")[1]["step"] == 4
     ok(words)
     assert status(tmp_path / "run")[0] == "finished"
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 10])
+def test_a_gpu_evaluates_in_one_shape_and_each_window_counts_once(monkeypatch, count):
+    shapes = []
+
+    def forward(starts_B):
+        shapes.append(len(starts_B))
+        return starts_B[:, None].float().repeat(1, 3)
+    monkeypatch.setattr(train, "read_windows", lambda stream, starts, *_: (torch.from_numpy(starts),))
+    model = types.SimpleNamespace(training=True, eval=lambda: None, train=lambda mode: None, forward=None)
+    sums = train.window_losses(model, forward, None, np.arange(count), 4, 3, types.SimpleNamespace(type="cuda"),
+                               contextlib.nullcontext, lambda: False)
+    assert sums == [3.0 * start for start in range(count)] and shapes == [4] * -(-count // 4)
 
 
 @pytest.mark.parametrize("number", [None, 6], ids=["finished", "crashed"])
