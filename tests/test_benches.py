@@ -144,3 +144,15 @@ def test_memory_runs():
     assert found["rss_last_mb"] > found["anon_last_mb"] > 10 and found["step_p99_ms"] >= found["step_ms"] > 0
     assert found["pause_ms"] > 0 and 0 <= found["foreign"] <= 1 and "VmRSS" in table
     assert found["quiet"] is (found["foreign"] < memory.MOST_FOREIGN)
+
+
+# -- on paper
+
+def test_a_roofline_is_peak_over_flops_and_its_shares_are_of_a_step():
+    found, table = figures_of("roofline")
+    t4, a5000, _, eight = found["rows"]
+    assert t4["roofline_tokens_per_s"] == pytest.approx(2 * 65e12 / (t4["mflop_a_token"] * 1e6))
+    assert a5000["target_mfu"] == pytest.approx(60_000 / a5000["roofline_tokens_per_s"])
+    assert t4["exchange_share"] == pytest.approx(4 * 106_194_240 / 15.75e9 / (262_144 / 30_000))
+    assert a5000["exchange_share"] == 0 and eight["step_ms"] == pytest.approx(1000 * 524_288 / 3_520_000)
+    assert "2 x Tesla T4" in table
