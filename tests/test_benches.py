@@ -4,9 +4,12 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
+import train
 from driver import ROOT
 
 sys.path.append(str(ROOT / "bench"))  # at the end: a bench has the name of a file beside it
@@ -19,7 +22,7 @@ def loaded(name):
     return module
 
 
-startup, loader, memory = map(loaded, ("startup", "loader", "memory"))
+startup, loader, memory, gains = map(loaded, ("startup", "loader", "memory", "gains"))
 
 
 def figures_of(name, *words):
@@ -156,3 +159,30 @@ def test_a_roofline_is_peak_over_flops_and_its_shares_are_of_a_step():
     assert t4["exchange_share"] == pytest.approx(4 * 106_194_240 / 15.75e9 / (262_144 / 30_000))
     assert a5000["exchange_share"] == 0 and eight["step_ms"] == pytest.approx(1000 * 524_288 / 3_520_000)
     assert "2 x Tesla T4" in table
+
+
+# -- gains
+
+def test_the_unfused_update_is_the_same_update(monkeypatch):
+    def updated(update):
+        torch.manual_seed(0)
+        named = [(name, torch.nn.Parameter(torch.randn(3, 5))) for name in "ab"]
+        state = {f"{slot}.{name}": torch.rand(3, 5) for slot in ("exp_avg", "exp_avg_sq") for name in "ab"}
+        for _, parameter in named:
+            parameter.grad = torch.randn(3, 5)
+        opt = types.SimpleNamespace(state=state, betas=(0.9, 0.95), updates=torch.tensor(3.0))
+        with torch.no_grad():
+            update(opt, named, 1e-2, 0.1, torch.tensor(0.0))
+        return [p.detach() for _, p in named], state
+    fused = updated(train.adamw_update)
+    monkeypatch.setattr(train, "adamw_update", None)
+    exec(gains.UNFUSED, {"torch": torch, "train": train})
+    torch.testing.assert_close(updated(train.adamw_update), fused, rtol=1e-6, atol=1e-7)
+
+
+def test_a_change_is_undone_in_runs_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(gains, "SHAPES", {"tiny": {"vocab": 60, "n_layer": 1, "n_head": 1, "n_embd": 16}})
+    monkeypatch.setattr(gains, "WITHOUT", {name: gains.WITHOUT[name] for name in ("nothing", "fused AdamW")})
+    asked = types.SimpleNamespace(rounds=1, warm=1, steps=2, rows=512)
+    found = gains.rounds_of("tiny", asked, tmp_path)
+    assert found.keys() == {"nothing", "fused AdamW"} and all(0 < times[0] < 60 for times in found.values())
