@@ -2,11 +2,11 @@
 
     python bench/roofline.py
 
-Nothing is measured here. Peaks are preflight.PEAKS; memory and link bandwidths are those of NVIDIA's data sheets (a T4's
-link is PCIe 3.0 x16). An update reads and writes weights, gradients and two moments in float32: 36 bytes a parameter,
-with the norm and the scaling of the gradients. An exchange sends 2 (n - 1) / n of the float32 gradients over a link.
-Beside each roofline stands the speed that is aimed at and what of a step's time there the parts would take that are not
-the model's products. Prints a table, then one JSON line.
+Nothing is measured here. Peaks are preflight.PEAKS; memory and link bandwidths are those of NVIDIA's data sheets (the
+link of a T4 is PCIe 3.0 x16). An update reads and writes weights, gradients and two moments in float32: 36 bytes a
+parameter, with the norm and the scaling of the gradients. An exchange sends 2 (n - 1) / n of the float32 gradients
+over a link. Beside each roofline stands the speed that is aimed at and what of a step's time there the parts would take
+that are not the model's products. Prints a table, then one JSON line.
 """
 import json
 import sys

@@ -1,5 +1,6 @@
 """The benches of start-up, loader and memory: their arithmetic on known numbers, and a small run of each."""
 
+import concurrent.futures
 import importlib.util
 import json
 import subprocess
@@ -22,7 +23,8 @@ def loaded(name):
     return module
 
 
-startup, loader, memory, gains = map(loaded, ("startup", "loader", "memory", "gains"))
+startup, loader, memory, gains, tokens_to_loss = map(loaded, (
+    "startup", "loader", "memory", "gains", "tokens_to_loss"))
 
 
 def figures_of(name, *words):
@@ -186,3 +188,43 @@ def test_a_change_is_undone_in_runs_of_their_own(monkeypatch, tmp_path):
     asked = types.SimpleNamespace(rounds=1, warm=1, steps=2, rows=512)
     found = gains.rounds_of("tiny", asked, tmp_path)
     assert found.keys() == {"nothing", "fused AdamW"} and all(0 < times[0] < 60 for times in found.values())
+
+
+# -- tokens to a loss
+
+@pytest.mark.parametrize("target, wanted", [
+    (3.0, (100, "")), (3.5, (100, "<")), (2.0, (400, "")), (2.5, (200, "")), (1.5, (1600 ** 0.5 * 20, "")),
+    (0.9, (1600, ">"))])
+def test_tokens_to_a_loss_lie_between_horizons_or_beyond_them(target, wanted):
+    tokens, bound = tokens_to_loss.tokens_to(target, [100, 400, 1600], [3.0, 2.0, 1.0])
+    assert (pytest.approx(tokens), bound) == wanted
+
+
+def test_the_best_rate_is_that_of_the_grid_and_the_other_seeds_run_at_it_alone(monkeypatch, tmp_path):
+    ran = []
+
+    def train_once(folder, key, recipe, steps, batch_tokens, rate, seed):
+        ran.append((rate, seed))
+        return {"loss": None if rate == 4 else abs(rate - 2) + seed / 100}
+    monkeypatch.setattr(tokens_to_loss, "train", train_once)
+    kept = {"gpt2-muon-4096-0.25-1": 9.0}  # from a launch before
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        row = tokens_to_loss.at_best_rate(kept, tmp_path, pool, "gpt2-muon", 4096)
+    assert row == {"rate": 2.0, "inside": True, "losses": [0.01, 0.02, 0.03],
+                   "grid": {0.25: 9.0, 0.5: 1.51, 1.0: 1.01, 2.0: 0.01, 4.0: None}}
+    assert ran == [(0.5, 1), (1.0, 1), (2.0, 1), (4.0, 1), (2.0, 2), (2.0, 3)]
+    again = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert {line["run"]: line["loss"] for line in again} == {key: kept[key] for key in kept if "-0.25-" not in key}
+
+
+def test_newton_schulz_is_counted():
+    plain, both = tokens_to_loss.flops_of("gpt2-muon")
+    square, wide = 5 * 6 * 128 ** 3, 5 * (4 * 128 * 128 * 512 + 2 * 128 ** 3)
+    assert both - plain == pytest.approx(4 * (4 * square + 2 * wide) / 8192)  # queries, keys, values, output; the MLP
+    assert tokens_to_loss.flops_of("gpt2-adamw") == (plain, plain)
+
+
+def test_a_recipe_is_trained_and_its_loss_read(tmp_path):
+    tokens_to_loss.write_data(tmp_path / "data")
+    found = tokens_to_loss.train(tmp_path, "run", tokens_to_loss.RECIPES["modern-muon"], 4, 2048, 1.0, 1)
+    assert 3 < found["loss"] < 6 and found["step_ms"] > 0 and not (tmp_path / "out" / "run").exists()
