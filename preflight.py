@@ -1,12 +1,11 @@
 """Checks before the first step: settings against each other, a resume against what it resumes, and facts of the host.
 
-Pure functions of settings and host facts; no collective but the meeting of the ranks, no file is written. What a
-person can mend is a ValueError that says what was asked, what was found and what would do.
+Pure functions of settings and host facts; no collective, no file is written. What a person can mend is a ValueError
+that says what was asked, what was found and what would do.
 """
 import collections
 import contextlib
 import ctypes
-import datetime
 import gc
 import hashlib
 import math
@@ -27,7 +26,6 @@ from dataclasses import dataclass
 import numpy
 import safetensors
 import torch
-import torch.distributed as dist
 
 from model import GPTConfig
 
@@ -280,30 +278,6 @@ def take_place(device_type, one_thread):
     torch.set_num_threads(1 if one_thread else threads_of(
         cores(), number("LOCAL_WORLD_SIZE", 1), number("OMP_NUM_THREADS", 0)))
     return Ranks(number("RANK", 0), number("WORLD_SIZE", 1), device)
-
-
-@contextlib.contextmanager
-def start_ranks(device_type, one_thread, interrupt, patience_s):
-    """Joins the process group, sets threads and signal handlers, and in the end puts all of them back. Ranks: all.
-
-    A rank that does not answer for `patience_s` ends the session. Before the ranks have met there is nothing to save,
-    and a signal just ends the process."""
-    threads = torch.get_num_threads()
-    ranks = take_place(device_type, one_thread)
-    own_group = ranks.world_size > 1 and not dist.is_initialized()
-    end_with_launcher()  # before the ranks meet in it: they would wait for a dead one
-    if own_group:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(seconds=patience_s))
-    with interrupt.listening():
-        failed = True
-        try:
-            yield ranks
-            failed = False
-        finally:
-            torch.set_num_threads(threads)
-            if own_group and not (failed and device_type == "cuda"):  # NCCL would wait for ranks that wait elsewhere
-                dist.destroy_process_group()
 
 
 def end_with_launcher():

@@ -9,7 +9,7 @@ whatever number of ranks. `python train.py --help` lists every setting.
 
 Whatever can be a pure function of the step is one: the windows of a step, the learning rate, the dropout seeds. So a
 checkpoint is weights, optimizer state and a few integers, and there is no generator or loader state to lose.
-Order of this file: settings, ranks, data, schedule, optimizer, evaluation, checkpoints, reporting, the step, main.
+Order of this file: settings, data, schedule, optimizer, evaluation, checkpoints, reporting, the step, main.
 
 Tensor shapes: B windows, T positions, V vocabulary, N matrices of one shape, R rows, C columns.
 """
@@ -137,7 +137,8 @@ import sample
 from checkpoint import Failed
 from data import prepare as data_prepare
 from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts, with_weights
-from preflight import CAUGHT, Interrupt, finite, on_device, seed_device, to_host
+from preflight import Interrupt, finite, on_device, seed_device, to_host
+from ranks import from_rank_0, patiently_from_rank_0, share_of, signals_heard, start_ranks
 
 IMPORT_SECONDS = time.perf_counter() - STARTED
 ADAM_EPS = 1e-8
@@ -153,71 +154,12 @@ SPIKE_DEVIATIONS, SPIKE_STEPS = 6.0, 64  # a loss so far above its running mean 
 REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can ask for; agreed with each step's sum
 
 
-# ---- ranks -------------------------------------------------------------------------------------------------
-
-def from_rank_0(ranks, function, *arguments):
-    """What `function` returns or raises on rank 0, on every rank: one reading, one decision. Ranks: all (broadcast)."""
-    answer = [None, None]
-    if ranks.rank == 0:
-        try:
-            answer[0] = function(*arguments)
-        except Exception as error:  # raised again below, on every rank: the others wait for an answer
-            answer[1] = error
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, device=ranks.device)
-    if answer[1] is not None:
-        answer[1].told_by_rank_0 = ranks.rank > 0
-        raise answer[1]
-    return answer[0]
-
-
-def patiently_from_rank_0(ranks, interrupt, function, *arguments):
-    """from_rank_0 for what may outlast the ranks' patience: they hear from rank 0 in between. A signal to any of them
-    ends it: `function` learns from its last argument, a call, that it should return. Ranks: all (broadcasts).
-    Raises KeyboardInterrupt then: nothing is loaded yet that could be saved."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        task = thread.submit(function, *arguments, lambda: bool(interrupt.name)) if ranks.rank == 0 else None
-        while not from_rank_0(ranks, lambda: bool(concurrent.futures.wait([task], 2).done)):
-            signals_heard(ranks, interrupt)
-    if signals_heard(ranks, interrupt):
-        raise KeyboardInterrupt("stopped (signal): nothing was loaded yet that could be saved")
-    return from_rank_0(ranks, lambda: task.result())
-
-
-def all_sum(flat, ranks, in_a_tree):
-    """Sums `flat` over ranks, in place. In a tree: with the neighbour, the pair beside, the four beside; both sides
-    add the same two numbers, so every rank gets the same bits. Ranks: all (all-reduce or exchanges)."""
-    if ranks.world_size == 1 or not in_a_tree:
-        return dist.all_reduce(flat) if ranks.world_size > 1 else None
-    theirs, distance = torch.empty_like(flat), 1
-    while distance < ranks.world_size:
-        partner = ranks.rank ^ distance
-        for exchange in (dist.isend(flat, partner), dist.irecv(theirs, partner)):
-            exchange.wait()
-        flat.add_(theirs)
-        distance *= 2
-
-
-def signals_heard(ranks, interrupt):
-    """The signals that any rank has got, the same names on each; they count as its own. Ranks: all (one all-reduce)."""
-    heard = on_device([name == interrupt.name for name in CAUGHT], ranks.device)
-    all_sum(heard, ranks, in_a_tree=False)
-    return interrupt.note([name for name, count in zip(CAUGHT, heard.tolist()) if count])
-
-
-def share_of(count, ranks):
-    """The contiguous run of 0..count-1 that is this rank's; runs differ by at most one. 5 over 3 ranks: 0-1, 2-3, 4."""
-    base, extra = divmod(count, ranks.world_size)
-    first = ranks.rank * base + min(ranks.rank, extra)
-    return range(first, first + base + (ranks.rank < extra))
-
+# ---- data: which windows a step takes, and their tokens ----------------------------------------------------
 
 def hash64(*words):
     """A 64-bit integer from words (numbers and text), the same on every machine and version."""
     return int.from_bytes(hashlib.sha256(json.dumps(words).encode()).digest()[:8], "little")
 
-
-# ---- data: which windows a step takes, and their tokens ----------------------------------------------------
 
 def mix(values, key):
     """Scrambles uint64 `values` under a 64-bit `key`. Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
@@ -616,6 +558,20 @@ def load_state(ranks, folder, model, opt, init_seed):
 
 # ---- the step ----------------------------------------------------------------------------------------------
 
+def all_sum(flat, ranks, in_a_tree):
+    """Sums `flat` over ranks, in place. In a tree: with the neighbour, the pair beside, the four beside; both sides
+    add the same two numbers, so every rank gets the same bits. Ranks: all (all-reduce or exchanges)."""
+    if ranks.world_size == 1 or not in_a_tree:
+        return dist.all_reduce(flat) if ranks.world_size > 1 else None
+    theirs, distance = torch.empty_like(flat), 1
+    while distance < ranks.world_size:
+        partner = ranks.rank ^ distance
+        for exchange in (dist.isend(flat, partner), dist.irecv(theirs, partner)):
+            exchange.wait()
+        flat.add_(theirs)
+        distance *= 2
+
+
 def close_block(flat, sums, spare, blocks):
     """Puts a finished block of micro-batches into the tree ((1 + 2) + (3 + 4)) + ...; `blocks` are finished now.
 
@@ -752,7 +708,7 @@ def main():
         at_exit.enter_context(journal.answering_errors())
         preflight.check_settings(settings)
         kind = preflight.pick_device(device)
-        ranks = at_exit.enter_context(preflight.start_ranks(kind, reproducible, interrupt, RANK_TIMEOUT_S))
+        ranks = at_exit.enter_context(start_ranks(kind, reproducible, interrupt, RANK_TIMEOUT_S))
         at_exit.callback(preflight.set_kernels(kind, deterministic))
         stages.end("ranks")
 

@@ -22,10 +22,11 @@ import preflight
 import train
 from data import prepare
 from model import GPT, GPTConfig, parameter_counts
+from ranks import share_of
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = {f"{name}.py" for name in ("train", "model", "configurator", "checkpoint", "hub", "preflight",
-                                   "sample", "export", "plan", "report")}
+                                   "sample", "export", "plan", "report", "ranks")}
 SCRIPTS = ("train.py", "sample.py")  # with settings
 CONFIGS = sorted(f"config/{path.name}" for path in ROOT.glob("config/*.py"))
 TOP = sorted(path.name for path in ROOT.glob("*.py"))
@@ -34,13 +35,14 @@ CODE = [*TOP, *CONFIGS, *sorted(str(path.relative_to(ROOT)) for folder in ("data
 TESTS = sorted(f"tests/{path.name}" for path in ROOT.glob("tests/*.py"))
 # What each file may import of the files beside it; a file that is not named here imports none of them.
 MAY_IMPORT = {
-    "train.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "sample.py", "hub.py",
+    "train.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "ranks.py", "sample.py", "hub.py",
                  "data/prepare.py"},
     "sample.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
                   "data/prepare.py"},
     "export.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
                   "data/prepare.py"},
     "preflight.py": {"model.py"},
+    "ranks.py": {"preflight.py"},
     "data/prepare.py": {"data/building.py", "data/download.py", "data/shards.py", "data/sources.py",
                         "data/vocabulary.py"},
     "data/building.py": {"data/download.py", "data/shards.py", "data/sources.py", "data/vocabulary.py"},
@@ -368,7 +370,7 @@ def micro_batches(name, world_size):
 
 
 def shares_of(count, world_size):
-    return [len(train.share_of(count, preflight.Ranks(rank, world_size, None))) for rank in range(world_size)]
+    return [len(share_of(count, preflight.Ranks(rank, world_size, None))) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

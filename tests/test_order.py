@@ -20,6 +20,7 @@ import torch
 import preflight
 import train
 from data import prepare, shards
+from ranks import share_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -216,7 +217,7 @@ def test_worked_example():
     assert train.window_ids(step_1) == [[0, 4], [0, 2], [1, 0]]
     assert [train.pass_starting_in(step * 3, 3, order, 4) for step in range(5)] == [None, 5, None, 10, None]
     # two micro-batches of 3 windows over 2 ranks, or 6 of 1 over 4 ranks: who takes which
-    shares = lambda count, size: [list(train.share_of(count, preflight.Ranks(rank, size, CPU)))
+    shares = lambda count, size: [list(share_of(count, preflight.Ranks(rank, size, CPU)))
                                   for rank in range(size)]
     assert shares(2, 2) == [[0], [1]]
     assert shares(6, 4) == [[0, 1], [2, 3], [4], [5]]
@@ -284,7 +285,7 @@ def test_two_passes_and_two_seeds_differ():
 def test_shares_are_contiguous_and_differ_by_at_most_one():
     for count in range(0, 70):
         for world_size in range(1, 9):
-            shares = [train.share_of(count, preflight.Ranks(rank, world_size, CPU)) for rank in range(world_size)]
+            shares = [share_of(count, preflight.Ranks(rank, world_size, CPU)) for rank in range(world_size)]
             assert [i for share in shares for i in share] == list(range(count))
             lengths = [len(share) for share in shares]
             assert max(lengths) - min(lengths) <= 1
@@ -299,7 +300,7 @@ def test_the_list_of_a_step_is_the_same_for_any_world_size_and_batch_size():
             for world_size in range(1, min(8, count) + 1):
                 dealt = [drawn[index * batch_size:(index + 1) * batch_size].tolist()
                          for rank in range(world_size)
-                         for index in train.share_of(count, preflight.Ranks(rank, world_size, CPU))]
+                         for index in share_of(count, preflight.Ranks(rank, world_size, CPU))]
                 assert all(len(micro_batch) == batch_size for micro_batch in dealt)
                 assert [start for micro_batch in dealt for start in micro_batch] == drawn.tolist()
 

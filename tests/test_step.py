@@ -29,6 +29,7 @@ import checkpoint
 import preflight
 import train
 from model import GPT, GPTConfig
+from ranks import share_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT2 = dict(vocab_size=60, block_size=8, n_layer=2, n_head=2, n_embd=16)
@@ -87,7 +88,7 @@ def do_step(model, opt, step, count=4, ranks=ONE_RANK, faults={}, autocast=conte
         return fault(model(idx_BT, targets_BT))
 
     batches = ((index, batch_of(step, index) + ((FAULTS[faults[index]],) if index in faults else ()))
-               for index in train.share_of(count, ranks))
+               for index in share_of(count, ranks))
     return train.train_step(faulty, ranks, opt, count, autocast, lr, lr, batches, dropout_key, wishes,
                             interrupt or train.Interrupt())
 
@@ -181,7 +182,7 @@ def rank_main(rank, world_size, folder):
     told = {
         **{fault: dict(faults={count - 1: fault}) for fault in FAULTS},
         "drop": dict(interrupt=late() if last else None),
-        "signal": dict(interrupt=train.Interrupt("SIGTERM", time.monotonic()) if last else None),
+        "signal": dict(interrupt=train.Interrupt("SIGTERM", time.monotonic() + 3600) if last else None),
         **{wish: dict(wishes=[wish] if last else ()) for wish in ("minutes", "data", "save")},
     }
     for optimizer in ("adamw", "muon"):
