@@ -719,7 +719,8 @@ def payload_of(out_dir, folder, pushed=()):
                 if name.endswith(".jsonl"):
                     checkpoint.mend(place / name)
         if (out_dir / "samples").is_dir():
-            shutil.copytree(out_dir / "samples", place / "samples", copy_function=shutil.copyfile)
+            left_out = shutil.ignore_patterns(".*", "reel.md")  # each push would carry the whole reel; it is made anew
+            shutil.copytree(out_dir / "samples", place / "samples", copy_function=shutil.copyfile, ignore=left_out)
     except OSError:
         shutil.rmtree(place, ignore_errors=True)
         raise

@@ -45,7 +45,7 @@ RATIOS = ("decay_ratio", "min_lr_ratio", "beta1", "beta2", "muon_momentum")
 # which step it is. Everything that is not named here or in HORIZON is frozen, so a new setting starts frozen.
 MAY_DIFFER = frozenset("""
     out_dir resume init_sha256 eval_only dry_run data_dir prepare data_verify batch_size
-    eval_interval eval_tokens sample_interval sample_tokens prompts_file control_tolerance
+    eval_interval eval_tokens sample_interval sample_tokens prompts_file probes_file control_tolerance
     checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
     hub_repo hub_private hub_verify hub_keep hub_max_gb hub_prune_local hub_exit_minutes
     log_interval trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
@@ -346,13 +346,17 @@ def set_kernels(kind, deterministic):
     return restore
 
 
+def or_shipped(path):
+    """A path as it is, or where nothing lies there that of the file shipped beside this one."""
+    return path if os.path.exists(path) else os.path.join(HERE, path)
+
+
 def read_prompts(path):
     """The prompts of a text file, one a line, \\n for a line break; without a file [''], the start of a document."""
     if not path:
         return [""]
-    beside = os.path.join(HERE, path)  # the shipped ones, from whatever working directory
     try:
-        with open(path if os.path.exists(path) else beside, encoding="utf-8") as file:
+        with open(or_shipped(path), encoding="utf-8") as file:
             prompts = [line.rstrip("\n").replace("\\n", "\n") for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts_file {path!r} cannot be read ({error}); sample_interval=0 turns samples "

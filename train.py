@@ -77,9 +77,10 @@ min_lr_ratio = 0.1  # final rate / peak rate
 # -- evaluation
 eval_interval = 500  # steps between evaluations; 0 = only at the horizon
 eval_tokens = 10485760  # tokens of val in an evaluation before the horizon; 0 = all of val
-sample_interval = 2000  # steps between samples; 0 = off
+sample_interval = 2000  # steps between samples and probes; 0 = off
 sample_tokens = 120  # tokens in a sample
 prompts_file = "data/prompts.txt"  # one prompt a line, \n for a line break; '' = from the start of a document
+probes_file = "data/probes.jsonl"  # facts for which P(right) / (P(right) + P(wrong)) is told with the samples; '' = off
 control_tolerance = 0.001  # nats; how far the 8 control windows' loss may lie from the recorded one after loading
 # -- checkpoint
 checkpoint_interval = 500  # steps between checkpoints; 0 = only at the end of a session
@@ -718,6 +719,7 @@ def main():
         tokenizer = data_prepare.open_tokenizer(manifest, say, data_dir) if lead else None
         token_bytes = from_rank_0(ranks, lambda: tokenizer and tokenizer.token_bytes())
         prompts = from_rank_0(ranks, preflight.read_prompts, prompts_file) if sample_interval else []
+        probes = from_rank_0(ranks, sample.read_probes, prompts and probes_file, tokenizer, block_size, say)
         stages.end("data")
         config = GPTConfig(**{k: settings[k] for k in GPTConfig.__dataclass_fields__} | {"vocab_size": vocabulary})
         micro_batch_count = preflight.micro_batches_of(batch_tokens, block_size, batch_size, ranks.world_size)
@@ -883,6 +885,9 @@ def main():
                 if sections:
                     report("sample", prompts=len(sections), tokens=sample_tokens)
                     say("\n".join(sections if at_end else sections[:1]))
+                if found := sample.probe(model, probes, interrupt):
+                    report("probe", **found)
+                    say(sample.probe_line(run.step, found))
             if stop or at_end:
                 break
             watch_s = max(watch_s, time.monotonic() - began)

@@ -8,6 +8,7 @@ out_dir = "out/quickstart"
 data_dir = "data/stdlib"
 prepare = "stdlib"  # builds data_dir at the first launch
 prompts_file = "data/prompts_python.txt"
+probes_file = "data/probes_python.jsonl"
 
 block_size = 128
 n_layer = 4
