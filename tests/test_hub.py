@@ -133,7 +133,8 @@ def test_a_push_is_a_commit_a_check_a_pointer_and_its_read_back(server, tmp_path
     out_dir = tmp_path / "run"
     folder = save(out_dir, 4, lineage=(A,))
     (out_dir / "samples").mkdir()
-    (out_dir / "samples" / "step_00000004.md").write_text("# text\n")
+    for name in ("step_00000004.md", "reel.md", ".reel.md.new"):
+        (out_dir / "samples" / name).write_text("# text\n")
     for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
         (out_dir / name).write_text('{"step": 4}\n{"step": 5')
     (out_dir / "config.json").write_text("{}")
@@ -147,6 +148,7 @@ def test_a_push_is_a_commit_a_check_a_pointer_and_its_read_back(server, tmp_path
     assert tree["metrics.jsonl"] == b'{"step": 4}\n', "a torn line stays here"
     assert {"samples/step_00000004.md", "events.jsonl", "windows.jsonl", "config.json",
             "milestones/step_00000004/model.safetensors"} <= tree.keys()
+    assert not [path for path in tree if "reel.md" in path], "the whole reel at each push would fill the repository"
     found = json.loads(tree["latest.json"])
     assert {**found, "commit": ""} == checkpoint.pointer(out_dir)
     assert [title.partition(" of")[0] for _, title in server.history(REPO)] == [

@@ -382,7 +382,7 @@ def test_a_milestone_is_there_even_if_a_kill_came_just_before_it(words, tmp_path
 
 def test_samples_are_written_for_a_person(finished):
     assert sorted(path.name for path in (finished.out_dir / "samples").iterdir()) == [
-        "step_00000000.md", "step_00000006.md", "step_00000012.md"]
+        "reel.md", "step_00000000.md", "step_00000006.md", "step_00000012.md"]
 
 
 def test_validation_has_the_same_bits_for_every_world_size_and_batch_size(tmp_path, data):

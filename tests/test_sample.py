@@ -217,7 +217,7 @@ def test_samples_are_written_into_a_file_named_after_the_step(tmp_path):
     assert (tmp_path / "samples" / "step_00000020.md").read_text("utf-8") == "\n".join(sections)
     assert [section.splitlines()[0] for section in sections] == [f"## {json.dumps(text)}" for text in PROMPTS]
     assert all(f"```\n{text}" in section for text, section in zip(PROMPTS, sections))
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["step_00000020.md"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["reel.md", "step_00000020.md"]
 
 
 def test_a_prompt_has_the_same_draws_at_every_step_so_that_only_the_model_changes(tmp_path):
@@ -225,7 +225,7 @@ def test_a_prompt_has_the_same_draws_at_every_step_so_that_only_the_model_change
     assert first == later
     assert written(tiny(2), tmp_path, 60) != first, "other weights, other text"
     assert written(tiny(1), tmp_path, 80, seed=7) != first, "another seed, other text"
-    assert len(list((tmp_path / "samples").iterdir())) == 4
+    assert len(list((tmp_path / "samples").glob("step_*.md"))) == 4
 
 
 def test_each_prompt_has_draws_of_its_own(tmp_path):
@@ -278,3 +278,65 @@ def test_samples_move_neither_the_global_generator_nor_the_training_mode(tmp_pat
                for name, parameter in model.named_parameters())
     torch.manual_seed(99)
     assert written(model, tmp_path) == first, "and do not depend on it; dropout is off"
+
+
+# -- the reel
+
+def sections_of_reel(out_dir):
+    """{prompt in JSON: [(step, text), ...]} of samples/reel.md, in its order."""
+    _, *parts = re.split(r"^## ", (out_dir / "samples" / "reel.md").read_text("utf-8"), flags=re.MULTILINE)
+    sample_of = re.compile(r"^### step ([\d,]+)\n\n```\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
+    return {part.partition("\n")[0]: sample_of.findall(part) for part in parts}
+
+
+def test_the_reel_shows_each_prompt_at_every_step_one_under_the_other(tmp_path):
+    wanted = {json.dumps(prompt): [] for prompt in PROMPTS}
+    for step in (0, 20, 1040):
+        for prompt, section in zip(wanted, written(tiny(step + 1), tmp_path, step)):
+            wanted[prompt].append((f"{step:,}", section.partition("```\n")[2].removesuffix("\n```\n")))
+    assert sections_of_reel(tmp_path) == wanted
+    assert not [path for path in (tmp_path / "samples").iterdir() if path.name.startswith(".")]
+
+
+def test_a_step_done_again_takes_its_place_in_the_reel_and_later_ones_leave_it(tmp_path):
+    for step in (0, 20, 40, 60):
+        written(tiny(step + 1), tmp_path, step)
+    before = sections_of_reel(tmp_path)
+    written(tiny(99), tmp_path, 20)  # a run that went back to a checkpoint before
+    found = sections_of_reel(tmp_path)
+    for prompt in found:
+        assert [step for step, _ in found[prompt]] == ["0", "20"] and found[prompt][0] == before[prompt][0]
+        assert found[prompt][1] != before[prompt][1]
+
+
+def test_the_reel_is_made_anew_from_the_files_of_samples_that_a_pull_has_brought(tmp_path):
+    written(tiny(1), tmp_path, 0)
+    written(tiny(2), tmp_path, 20)
+    wanted = sections_of_reel(tmp_path)
+    (tmp_path / "samples" / "reel.md").unlink()
+    written(tiny(2), tmp_path, 20)
+    assert sections_of_reel(tmp_path) == wanted
+
+
+def test_the_reel_keeps_other_prompts_twice_the_same_one_and_headings_inside_texts(tmp_path):
+    (tmp_path / "samples").mkdir()
+    texts = ["a\n```\n\n## \"b\"\n\n```\nno", "b", "a again"]
+    sections = [f"## {json.dumps(text[:1])}\n\n```\n{text}\n```\n" for text in texts]
+    hostile = "## \"\\q\"\n\n```\n"  # no JSON
+    (tmp_path / "samples/step_00000000.md").write_text("\n".join([*sections[:2], hostile, sections[2]]))
+    written(tiny(1), tmp_path, prompts=["b"])
+    found = (tmp_path / "samples/reel.md").read_text()
+    assert re.findall("^##+ .*", found, re.MULTILINE) == [
+        '## "a"', "### step 0", '## "b"', '## "b"', "### step 0", '## "\\q"', "### step 20", '## "a"', "### step 0"]
+    assert sum(found.count(text) for text in texts[::2]) == 2 and "a again\n```" in found
+
+
+def test_the_reel_reads_each_file_once(tmp_path, monkeypatch):
+    for step in range(0, 400, 20):
+        written(tiny(1), tmp_path, step, prompts=["a"])
+    reads, read_text = [], Path.read_text
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path, **how: reads.append(path.name) or read_text(path, **how))
+        written(tiny(1), tmp_path, 400, prompts=["a"])
+    assert reads == ["step_00000400.md"]
+    assert [step for step, _ in sections_of_reel(tmp_path)['"a"']] == [str(step) for step in range(0, 401, 20)]
