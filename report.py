@@ -145,10 +145,11 @@ def read_run(folder, metrics, events, machine):
     started = [row["settings"] for row in events if isinstance(row.get("settings"), dict)]
     sessions = sessions_of(metrics, events)
     line, redone = line_of(metrics, sessions)
+    sampled = {row["step"] for row in line_of(events, sessions, "sample")[0]}
     pieces = [[*line[:up_to(line, rows[0]["step"] - 1, of_step)][-1:], *rows] for rows in redone.values()]
     return {"folder": folder, "name": folder.resolve().name, "status": status, "metrics": metrics, "events": events,
             "machine": machine, "settings": read_object(folder / "config.json") or (started or [{}])[-1],
-            "sessions": sessions, "line": line, "pieces": pieces, "samples": read_samples(folder),
+            "sessions": sessions, "line": line, "pieces": pieces, "samples": read_samples(folder, sampled),
             "evals": [row for row in line_of(events, sessions, "eval")[0] if row.get("split") == "val"
                       and row.get("complete") and is_number(row.get("val_loss"))],
             "probes": line_of(events, sessions, "probe")[0], "files": files}
@@ -190,10 +191,11 @@ def line_of(rows, sessions, event=None):
     return [counts[step] for step in sorted(counts)], redone
 
 
-def read_samples(folder):
-    """[[step, [[prompt, continuation], ...]], ...] of samples/step_*.md; of too many, some spread evenly."""
+def read_samples(folder, steps):
+    """[[step, [[prompt, continuation], ...]], ...] of samples/step_*.md; of too many, some spread evenly. Of steps that
+    were taken back none; `steps`: those that count, or nothing where no event tells."""
     paths = sorted((int(found[1]), path) for path in folder.glob("samples/step_*.md")
-                   if (found := re.fullmatch(r"step_(\d{8,})", path.stem)))
+                   if (found := re.fullmatch(r"step_(\d{8,})", path.stem)) and (not steps or int(found[1]) in steps))
     size = sum(path.stat().st_size for _, path in paths)
     keep = max(2, len(paths) * SAMPLE_BYTES // max(size, 1))
     if len(paths) > keep:
@@ -204,10 +206,18 @@ def read_samples(folder):
 def sections_of(text):
     """[[prompt, continuation], ...] of a file of samples; a fence or a heading inside a continuation belongs to it."""
     heads = [(found, prompt) for found in SECTION.finditer(text)
-             if text.startswith(prompt := json.loads(found[1], strict=False), found.end())]
+             if (prompt := prompt_of(found[1])) is not None and text.startswith(prompt, found.end())]
     ends = [found.start() for found, _ in heads[1:]] + [len(text)]
     return [[prompt, text[found.end() + len(prompt):end].rstrip("\n").removesuffix("```").removesuffix("\n")]
             for (found, prompt), end in zip(heads, ends)]
+
+
+def prompt_of(heading):
+    """The prompt in a heading, None where it is no JSON: a model writes much."""
+    try:
+        return json.loads(heading, strict=False)
+    except ValueError:
+        return None
 
 
 # -- lines of charts
@@ -424,7 +434,7 @@ def details(row):
 def end_note(run, session):
     """How a session ended that has no stop on record; '' while it runs or where status.json says the same."""
     state = run["status"].get("state")
-    if session != list(run["sessions"])[-1]:
+    if session != max(run["sessions"], default=session):
         return "ended without a stop on record: killed, or failed"
     if state != "failed":
         return ""
@@ -666,7 +676,7 @@ function showReel() {
   if (!steps.length) return;
   const slider = $("slider"), places = $("texts");
   slider.max = steps.length - 1;
-  slider.value = kept.slider === undefined ? steps.length - 1 : steps.indexOf(kept.slider);
+  slider.value = steps.includes(kept.slider) ? steps.indexOf(kept.slider) : steps.length - 1;
   slider.oninput = () => {
     const step = steps[slider.value];
     document.querySelector("#reel output").textContent = `step ${step.toLocaleString("en")}`;

@@ -118,19 +118,20 @@ def sections_of(path, written_ns):
     """[((prompt in JSON, 0 or which of the same), its text and closing fence), ...] of a file of samples, read once as
     it was `written_ns`. A heading inside a text belongs to it: there no prompt follows it."""
     text, seen, found = path.read_text(encoding="utf-8", errors="replace"), collections.Counter(), []
-    heads = [head for head in SECTION.finditer(text) if text.startswith(prompt_of(head), head.end())]
+    heads = [head for head in SECTION.finditer(text)
+             if (prompt := prompt_of(head[1])) is not None and text.startswith(prompt, head.end())]
     for head, after in zip(heads, [*(head.start() for head in heads[1:]), len(text)]):
         found.append(((head[1], seen[head[1]]), text[head.end():after].rstrip("\n")))
         seen[head[1]] += 1
     return found
 
 
-def prompt_of(head):
-    """The prompt that a heading holds, or one that no text begins with where it is no JSON."""
+def prompt_of(heading):
+    """The prompt in a heading, None where it is no JSON: a model writes much."""
     try:
-        return json.loads(head[1], strict=False)
+        return json.loads(heading, strict=False)
     except ValueError:
-        return "\0"
+        return None
 
 
 # -- probes: facts that a model knows or not

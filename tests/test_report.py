@@ -102,6 +102,13 @@ def test_the_page_shows_validation_resumes_samples_events_and_settings(run):
         written = (run / f"samples/step_{step:08d}.md").read_text()
         assert [prompt for prompt, _ in texts] == ["the run ", HOSTILE]
         assert all(f"```\n{prompt}{text}\n```\n" in written for prompt, text in texts)
+    [probes], told = data["probes"], driver.events(run, "probe")
+    assert [row["step"] for row in told] == [0, 4, 4, 8, 12]  # session 3 began with those of step 4 again
+    *each, mean = probes["lines"]
+    for line, values in [(mean, [row["mean"] for row in told]),
+                         *((line, [row["probes"][n]["value"] for row in told]) for n, line in enumerate(each))]:
+        assert dict(zip(line["x"], line["y"])) == dict(zip((0, 4, 4, 8, 12), values)) and len(line["x"]) == 4, line
+    assert len(each) == len((driver.ROOT / "data/probes.jsonl").read_text().splitlines())
     assert [row[:4] for row in found["events"]] == [
         [row["time"], row["session"], row["step"], row["event"]] for row in rows(run / "events.jsonl")]
     assert found["settings"]["n_layer"] == "2" and found["settings"]["schedule"] == "wsd"
@@ -175,6 +182,14 @@ def test_the_log_joins_repeats_tells_a_failure_and_is_a_table_whatever_is_in_it(
     notes = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert notes == ["session 1 begins from seed 1 |", "skip cause a\\|b &lt;i> (and 2 more, to step 5) |",
                      "hub_error kind gone |", "session 1 failed (bad_steps): Failed: too many |"]
+
+
+def test_the_log_of_a_run_that_never_began(tmp_path, capsys):
+    """A start that fails after its checkpoint was set aside has only that on record."""
+    folder = write(tmp_path / "out", events=[event("damaged", 0)], status={"state": "failed", "reason": "error"})
+    assert call(folder, "--log") == 0
+    notes = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert notes == ["damaged |", "session 1 failed (error): |"] and page_of(folder)
 
 
 def test_a_session_that_runs_or_stopped_before_its_last_push_has_not_ended_without_a_word(tmp_path, capsys):
@@ -264,6 +279,20 @@ def test_sections_with_fences_and_headings_inside():
     text = '## "a \\"q\\""\n\n```\na "q" and\n```\n\n## "b"\n\n```\nno\n```\n\n## "b"\n\n```\nb\n\n```\n'
     assert report.sections_of(text) == [['a "q"', ' and\n```\n\n## "b"\n\n```\nno'], ["b", "\n"]]
     assert report.sections_of("") == report.sections_of("something else") == []
+    no_json = '## "a"\n\n```\na\n## "\\q"\n\n```\n\n```\n'
+    assert report.sections_of(no_json) == [["a", '\n## "\\q"\n\n```\n']]
+
+
+def test_samples_of_steps_that_were_taken_back_are_not_shown(tmp_path):
+    events = [event("init", 0), event("sample", 0), event("sample", 4), event("sample", 8), event("resume", 4, 2)]
+    for events, steps in ((events, [0, 4]), ([*events, event("sample", 6, 2)], [0, 4, 6]), (events[:1], [0, 4, 6, 8])):
+        folder = write(tmp_path / f"run-{len(events)}", metrics=[row(1)], events=events)
+        (folder / "samples").mkdir()
+        for step in (0, 4, 6, 8):
+            (folder / f"samples/step_{step:08d}.md").write_text('## "a"\n\n```\na b\n```\n')
+        (folder / "samples/reel.md").write_text("## it is another thing\n")
+        found = embedded(page_of(folder))["runs"][0]["samples"]
+        assert found == [[step, [["a", " b"]]] for step in steps]
 
 
 def test_time_left_energy_and_cost(tmp_path):
