@@ -33,7 +33,7 @@ def reached(out_dir):
 def one_session(out_dir, kill_at, words):
     """Starts the quickstart and kills it once it has got to step `kill_at` (0: never); its row."""
     line = [sys.executable, "train.py", "config/quickstart.py", f"--out_dir={out_dir}", *words]
-    began, deadline = reached(out_dir), time.monotonic() + SESSION_S
+    deadline = time.monotonic() + SESSION_S
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None and not 0 < kill_at <= reached(out_dir) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -43,7 +43,7 @@ def one_session(out_dir, kill_at, words):
     code = process.wait()
     if alive != (kill_at > 0) or not alive and code:
         raise SystemExit(f"a session that was to be killed at step {kill_at} (0: never) ended with {code}")
-    return {"from": began, "to": reached(out_dir), "killed": alive}
+    return {"last_step": reached(out_dir), "killed": alive}
 
 
 def photograph(out_dir, png, height):
@@ -59,6 +59,7 @@ def photograph(out_dir, png, height):
             size = {"width": 1200, "height": height, "deviceScaleFactor": 1, "mobile": False}
             page.call("Emulation.setDeviceMetricsOverride", **size)
             page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
+            page.call("Emulation.setScrollbarsHidden", hidden=True)
             page.open(Path(out_dir, "report.html"), "document.body && document.body.dataset.drawn > 0")
             page.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
             data = base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"])
@@ -76,15 +77,15 @@ def main():
     parser.add_argument("--out_dir", default="out/picture")
     parser.add_argument("--png", type=Path, default=ROOT / "docs" / "report.png")
     parser.add_argument("--kills", type=int, nargs="*", default=[220, 480, 700], help="steps at which to kill it")
-    parser.add_argument("--height", type=int, default=1500, help="pixels of the page that are shown")
+    parser.add_argument("--height", type=int, default=2010, help="pixels of the page that are shown")
     parser.add_argument("--only-photograph", action="store_true")
     parser.add_argument("words", nargs="*")
     asked, sessions = parser.parse_args(), []
     out_dir = os.path.abspath(asked.out_dir)
-    print("session  from step  to step  killed")
+    print("session  last step on record  killed")
     for kill_at in [] if asked.only_photograph else [*asked.kills, 0]:
         sessions.append(one_session(out_dir, kill_at, asked.words))
-        print("{number:7}  {from:9,}  {to:7,}  {killed}".format(number=len(sessions), **sessions[-1]), flush=True)
+        print("{number:7}  {last_step:19,}  {killed}".format(number=len(sessions), **sessions[-1]), flush=True)
     size = photograph(out_dir, asked.png, asked.height)
     print(json.dumps({"bench": "picture", "sessions": sessions, "png_bytes": size}))
 

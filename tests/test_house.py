@@ -380,11 +380,12 @@ def test_every_config_resolves_and_can_work(name):
     assert settings["warmup_steps"] < horizon_of(name) and settings["schedule"] != "constant"
     assert settings["out_dir"] not in {resolved(other)["out_dir"] for other in CONFIGS if other != name}
     assert "Expected" in prose(name), "a config file says what to expect"
-    assert not settings["prompts_file"] or (ROOT / settings["prompts_file"]).is_file()
+    for setting in ("prompts_file", "probes_file"):
+        assert not settings[setting] or (ROOT / settings[setting]).is_file()
 
 
 def test_every_path_of_the_bare_defaults_exists_or_is_prepared():
-    assert (ROOT / defaults("train.py")["prompts_file"]).is_file()
+    assert all((ROOT / defaults("train.py")[setting]).is_file() for setting in ("prompts_file", "probes_file"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
