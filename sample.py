@@ -6,7 +6,8 @@
     python sample.py --checkpoint=hf:owner/name@main      what a run has pushed to the Hugging Face Hub
 
 Needs the weights, model.json and the tokenizer that it names; optimizer state is not read. Not here: a key/value cache,
-batching. Each new token costs a forward pass over the context.
+batching. Each new token costs a forward pass over the context. A training run writes its samples and asks its probes by
+the functions below.
 """
 import sys
 
@@ -189,7 +190,7 @@ def encoded(line, tokenizer, block_size):
         ids, start = [[tokenizer.eot, *part] for part in ids], 1
     cut = max(0, max(map(len, ids[1:])) - 1 - block_size)  # a last id is not read, only foretold
     if cut >= start:
-        raise ValueError(f"the continuations of {prompt[:40]!r} take up to {max(map(len, ids)) - start} tokens; "
+        raise ValueError(f"the continuations of {prompt[:40]!r} take up to {max(map(len, ids[1:])) - start} tokens; "
                          f"block_size is {block_size}")
     return Probe(prompt, found.get("kind", ""), ids[1][cut:], ids[2][cut:], start - cut, cut)
 
