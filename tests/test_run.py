@@ -307,8 +307,8 @@ def test_events_tell_how_the_session_began(finished):
 
 def test_the_order_of_events_saves_before_it_evaluates(finished):
     names = [row["event"] for row in rows(finished.out_dir / "events.jsonl")]
-    assert names == ["start", "init", "eval", "sample", "save", "save", "eval", "sample", "save", "save",
-                     "save", "eval", "sample", "finish"]
+    assert names == ["start", "init", "eval", "sample", "probe", "save", "save", "eval", "sample", "probe", "save",
+                     "save", "save", "eval", "sample", "probe", "finish"]
     assert "next save at step 4, next evaluation at step 0" in finished.text
     assert [row["step"] for row in events(finished.out_dir, "eval")] == [0, 6, 12]
     assert [row["windows"] for row in events(finished.out_dir, "eval")] == [8, 8, 24], "all at the horizon"
