@@ -808,7 +808,7 @@ def claim(out_dir, at_exit):
         raise ValueError(f"out_dir {str(out_dir)!r} is a file; name a folder")
     at_exit.callback(lock(out_dir).close)
     clean(out_dir)
-    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl", "machine.jsonl"):
         mend(Path(out_dir) / name)
 
 

@@ -70,7 +70,7 @@ class HubError(OSError):
 
 def masked(text):
     """A text without tokens and without what follows the question mark of an address."""
-    for secret in (os.environ.get("HF_TOKEN"), os.environ.get("HUGGING_FACE_HUB_TOKEN")):
+    for secret in map(os.environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")):
         if secret and secret.strip():
             text = text.replace(secret.strip(), "***")
     text = re.sub(r"(\bhf_)[A-Za-z0-9]{8,}|((?i:bearer)\s+)[\w.-]{6,}", r"\1\2***", text)

@@ -48,8 +48,8 @@ MAY_DIFFER = frozenset("""
     eval_interval eval_tokens sample_interval sample_tokens prompts_file probes_file control_tolerance
     checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
     hub_repo hub_private hub_verify hub_keep hub_max_gb hub_prune_local hub_exit_minutes
-    log_interval trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
-    max_bad_steps peak_tflops""".split())
+    log_interval wandb_log wandb_project wandb_run_name trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
+    max_bad_steps price_per_hour price_per_kwh peak_tflops""".split())
 OF_BITS = frozenset(("batch_size", "compile", "loss_chunk_tokens"))  # frozen too where reproducible=True
 CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")
 HORIZON = frozenset(("max_steps", "max_tokens", "tokens_per_parameter"))  # judged together by `check_horizon`
@@ -526,10 +526,13 @@ def describe_start(say, run, out_dir, recorded, host, checkpoint_interval, eval_
         + (next_eval if val_windows else "never (no validation data)"))
 
 
-def describe_end(say, run, out_dir, finished, reason, result, world_size):
-    """How the session ended and the command to type next. `result`: of the last evaluation, if there was one."""
+def describe_end(say, run, out_dir, finished, reason, result, world_size, costs):
+    """How the session ended, what all have cost ('': no price is set) and the command to type next. `result`: of the
+    last evaluation, if there was one."""
     if finished and result:
         say(eval_line(run.step, result))
+    if costs:
+        say(f"costs  {costs} in all sessions")
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else ["python"]
     after = ["python", "checkpoint.py", "list", out_dir] if finished else [*launcher, *sys.argv]
     say(f"{'finished' if finished else 'stopped'} ({reason}) at step {run.step:,} of {run.horizon:,}; next:\n"
@@ -540,14 +543,21 @@ def plural(number, one, many=""):
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def live_line(row, horizon, left_s, safe_step):
-    """Step, loss, rate, gradient norm, speed, time left; with a Hub the newest step that is safe there, -1 for none."""
+def memory_note(device, peak_gb):
+    """'mem 41.2 GB, 98.1 free': the peak of the rank that has the highest, and what is left of this rank's GPU."""
+    return f"mem {peak_gb:.1f} GB, {torch.cuda.mem_get_info(device)[0] / 1e9:.1f} free" if device.type == "cuda" else ""
+
+
+def live_line(row, horizon, left_s, safe_step, mean_loss=None, *notes):
+    """Step, loss and its running mean, rate, gradient norm, speed, notes, time left; with a Hub the newest step that is
+    safe there, -1 for none."""
     safe = "" if safe_step is None else f"  safe {safe_step:,}" if safe_step >= 0 else "  safe none"
     loss, norm = ("not finite" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in
                   (("loss", 4), ("grad_norm", 3)))
-    return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}  lr {row['lr']:.2e}  norm {norm}  "
+    mean = "" if not mean_loss else f" mean {mean_loss:.4f}"
+    return (f"step {row['step']:>6,}/{horizon:,}  loss {loss}{mean}  lr {row['lr']:.2e}  norm {norm}  "
             f"{row['tokens_per_s']:>9,.0f} tokens/s" + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
-            + f"  {duration(left_s)} left{safe}")
+            + "".join(f"  {note}" for note in notes if note) + f"  {duration(left_s)} left{safe}")
 
 
 def eval_line(step, result):

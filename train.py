@@ -99,6 +99,9 @@ hub_prune_local = False  # delete older checkpoints here once a newer one is saf
 hub_exit_minutes = 10.0  # how long the end of a session waits for the last push; after a signal it is seconds
 # -- logging
 log_interval = 10  # steps between rows of metrics.jsonl and live lines
+wandb_log = False  # copy rows, events, evaluations and samples to wandb; without a key or a network, into out_dir/wandb
+wandb_project = "longhaul"  # of wandb
+wandb_run_name = ""  # as wandb shows it; '' = the name of out_dir
 trace_windows = False  # write the windows of every step to windows.jsonl
 # -- system
 device = "auto"  # 'auto', 'cuda', 'mps', 'cpu'
@@ -110,6 +113,8 @@ deterministic = False  # deterministic kernels only (same bits on GPU and under 
 reproducible = False  # the same bits for 1, 2, 4 or 8 ranks: one fixed tree of sums; float32 on CPU, a thread a rank
 # -- guards
 max_bad_steps = 10  # steps with a non-finite loss or gradient in a row before the run stops
+price_per_hour = 0.0  # of all machines of the run, in any money; live lines then tell what is spent
+price_per_kwh = 0.0  # of the energy that the GPUs take, in the same money
 peak_tflops = 0.0  # TFLOP/s of the device, for MFU; 0 = from the table in preflight.py
 
 if __name__ == "__main__":
@@ -135,6 +140,7 @@ import checkpoint
 import hub
 import preflight
 import sample
+import watch
 from checkpoint import Failed
 from data import prepare as data_prepare
 from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts, with_weights
@@ -502,7 +508,7 @@ def trainer_record(run, opt, settings, manifest, host):
         "data_fingerprint": data_prepare.fingerprint(manifest | {"train": run.segments[-1][1]}),
         "segments": list(run.segments), "settings": settings,  # a copy: the list may grow before this is written
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
-        "best_val_loss": run.best_val_loss, "loss_spread": run.loss_spread, "wandb_run_id": "",
+        "best_val_loss": run.best_val_loss, "loss_spread": run.loss_spread, "wandb_run_id": run.run,
     } | host
 
 
@@ -805,7 +811,11 @@ def main():
         preflight.describe_start(say, run, out_dir, trainer, host, checkpoint_interval, eval_interval, len(all_val))
 
         # the loop. At a boundary: save, evaluate, sample; then stop, or do a step
-        journal.started = True
+        journal.started, session_ends = True, session_began + (60 * session_minutes or math.inf)
+        watcher = watch.Watcher(journal, kind, (price_per_hour, price_per_kwh), say, interrupt, session_ends)
+        at_exit.push(watcher.close)
+        if wandb_log and lead:
+            watcher.start_mirror(wandb_project, wandb_run_name)
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
         if lead:
@@ -830,7 +840,7 @@ def main():
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
             evaluated_at, run.best_val_loss = run.step, min(result["val_loss"], run.best_val_loss or math.inf)
-        session_ends, loop_began, mark = session_began + (60 * session_minutes or math.inf), None, time.perf_counter()
+        loop_began, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
             boundary = stop or run.step >= run.horizon or any(
@@ -855,7 +865,9 @@ def main():
                             "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
                     journal.line("metrics.jsonl", row)
                     left_s = (time.monotonic() - loop_began) / (step - first_step) * (run.horizon - step)
-                    say(preflight.live_line(row, run.horizon, left_s, pusher.safe_step if lead and pusher else None))
+                    say(preflight.live_line(
+                        row, run.horizon, left_s, pusher.safe_step if lead and pusher else None, run.loss_spread[1],
+                        preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs()))
                     steps, step_s, data_s = 0, 0.0, train_stream.seconds
             stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
             if stop and unread:
@@ -929,7 +941,7 @@ def main():
         while not from_rank_0(ranks, lambda: saver.pushed(in_time, session_ends)):
             signals_heard(ranks, interrupt)
         journal.status("finished" if finished else "stopped", reason)
-        preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size)
+        preflight.describe_end(say, run, out_dir, finished, reason, result, ranks.world_size, watcher.costs())
 
 
 if __name__ == "__main__":

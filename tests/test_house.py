@@ -26,7 +26,7 @@ from ranks import share_of
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = {f"{name}.py" for name in ("train", "model", "configurator", "checkpoint", "hub", "preflight",
-                                   "sample", "export", "plan", "report", "ranks")}
+                                   "sample", "export", "plan", "report", "ranks", "watch")}
 SCRIPTS = ("train.py", "sample.py")  # with settings
 CONFIGS = sorted(f"config/{path.name}" for path in ROOT.glob("config/*.py"))
 TOP = sorted(path.name for path in ROOT.glob("*.py"))
@@ -36,7 +36,8 @@ TESTS = sorted(f"tests/{path.name}" for path in ROOT.glob("tests/*.py"))
 # What each file may import of the files beside it; a file that is not named here imports none of them.
 MAY_IMPORT = {
     "train.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "ranks.py", "sample.py", "hub.py",
-                 "data/prepare.py"},
+                 "watch.py", "data/prepare.py"},
+    "watch.py": {"checkpoint.py", "hub.py"},
     "sample.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
                   "data/prepare.py"},
     "export.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
@@ -309,7 +310,7 @@ def test_optional_packages_are_imported_where_they_are_used(name):
     for node in ast.walk(tree(name)):
         tops = {module.partition(".")[0] for module in modules_of(node)}
         if id(node) not in inside:
-            wrong = tops & {"wandb", "tiktoken", "huggingface_hub", "transformers", "pyarrow", "tokenizers"}
+            wrong = tops & {"wandb", "psutil", "pynvml", "tiktoken", "huggingface_hub", "transformers", "pyarrow", "tokenizers"}
             assert not wrong, f"line {node.lineno}: {wrong}"
 
 
