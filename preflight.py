@@ -48,7 +48,8 @@ MAY_DIFFER = frozenset("""
     eval_interval eval_tokens sample_interval sample_tokens prompts_file probes_file control_tolerance
     checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
     hub_repo hub_private hub_verify hub_keep hub_max_gb hub_prune_local hub_exit_minutes
-    log_interval wandb_log wandb_project wandb_run_name trace_windows device dtype compile activation_checkpointing loss_chunk_tokens deterministic
+    log_interval wandb_log wandb_project wandb_run_name trace_windows
+    device dtype compile activation_checkpointing loss_chunk_tokens deterministic
     max_bad_steps price_per_hour price_per_kwh peak_tflops""".split())
 OF_BITS = frozenset(("batch_size", "compile", "loss_chunk_tokens"))  # frozen too where reproducible=True
 CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")

@@ -404,8 +404,8 @@ class Machine:
         if power:
             known = last_energy(self.path) if self.energy_kwh is None else self.energy_kwh
             self.energy_kwh = known + sum(power) * (took_s if took_s <= GAP_S else 0) / 3.6e6
-        return {"time": round(time.time(), 3), "host": self.host, **numbers, **rates, **({"gpus": gpus} if gpus else {}),
-                **({"energy_kwh": round(self.energy_kwh, 6)} if power else {})}
+        row = {"time": round(time.time(), 3), "host": self.host, **numbers, **rates}
+        return row | ({"gpus": gpus} if gpus else {}) | ({"energy_kwh": round(self.energy_kwh, 6)} if power else {})
 
     def write(self, row):
         """Append a row; on a full disk it is lost."""

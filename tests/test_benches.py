@@ -1,4 +1,4 @@
-"""The benches of start-up, loader and memory: their arithmetic on known numbers, and a small run of each."""
+"""The benches of start-up, loader, memory and logging: their arithmetic on known numbers, and a small run of each."""
 
 import concurrent.futures
 import importlib.util
@@ -23,8 +23,8 @@ def loaded(name):
     return module
 
 
-startup, loader, memory, gains, tokens_to_loss = map(loaded, (
-    "startup", "loader", "memory", "gains", "tokens_to_loss"))
+startup, loader, memory, gains, tokens_to_loss, log_cost = map(loaded, (
+    "startup", "loader", "memory", "gains", "tokens_to_loss", "log_cost"))
 
 
 def figures_of(name, *words):
@@ -228,3 +228,12 @@ def test_a_recipe_is_trained_and_its_loss_read(tmp_path):
     tokens_to_loss.write_data(tmp_path / "data")
     found = tokens_to_loss.train(tmp_path, "run", tokens_to_loss.RECIPES["modern-muon"], 4, 2048, 1.0, 1)
     assert 3 < found["loss"] < 6 and found["step_ms"] > 0 and not (tmp_path / "out" / "run").exists()
+
+
+def test_log_cost_runs():
+    found, table = figures_of("log_cost", "--steps", "5", "--rounds", "1")
+    [row] = found["rounds"]
+    assert row["plain_ms"] > 0 and row["all_ms"] > 0 and 0 < row["lines_us"] < 1e6
+    assert found["lines_share"] == pytest.approx(row["lines_us"] / 1e6 / log_cost.STEP_S)
+    assert 0 < found["sample_us"] < 1e6 and found["sample_share"] == pytest.approx(found["sample_us"] / 1e7)
+    assert "a sample of the machine" in table

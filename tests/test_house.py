@@ -310,7 +310,8 @@ def test_optional_packages_are_imported_where_they_are_used(name):
     for node in ast.walk(tree(name)):
         tops = {module.partition(".")[0] for module in modules_of(node)}
         if id(node) not in inside:
-            wrong = tops & {"wandb", "psutil", "pynvml", "tiktoken", "huggingface_hub", "transformers", "pyarrow", "tokenizers"}
+            wrong = tops & {"wandb", "psutil", "pynvml", "tiktoken", "huggingface_hub", "transformers", "pyarrow",
+                            "tokenizers"}
             assert not wrong, f"line {node.lineno}: {wrong}"
 
 
