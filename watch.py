@@ -47,6 +47,17 @@ GPU = {  # field of a GPU in machine.jsonl: how NVML is asked for it
     "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, 2),
     "throttle": lambda nvml, gpu: throttled_by(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
 }
+HOST = {  # field of a host: how psutil is asked for it
+    "cpu_ratio": lambda psutil: psutil.cpu_percent() / 100,
+    "ram_gb": lambda psutil: psutil.virtual_memory().used / 1e9,
+    "ram_total_gb": lambda psutil: psutil.virtual_memory().total / 1e9,
+}
+COUNTERS = {  # bytes that only rise; machine.jsonl has their rates
+    "disk_read": lambda psutil: psutil.disk_io_counters().read_bytes,
+    "disk_written": lambda psutil: psutil.disk_io_counters().write_bytes,
+    "net_in": lambda psutil: psutil.net_io_counters().bytes_recv,
+    "net_out": lambda psutil: psutil.net_io_counters().bytes_sent,
+}
 
 
 # -- in the child: a copy in wandb
@@ -320,26 +331,14 @@ def open_gpus(count):
     return pynvml, [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
 
 
-def gpu_numbers(nvml, gpu):
-    """What NVML says of one GPU; a question that it does not answer costs that field."""
+def answers(questions, *asked):
+    """{name: ask(*asked)}; a question that is not answered, for want of a driver, sensor or right, costs that field."""
     found = {}
-    for name, ask in GPU.items():
-        with contextlib.suppress(Exception):  # an old driver, a card without the sensor
-            value = ask(nvml, gpu)
+    for name, ask in questions.items():
+        with contextlib.suppress(Exception):
+            value = ask(*asked)
             found[name] = round(value, 3) if isinstance(value, float) else value
     return found
-
-
-def host_numbers(psutil):
-    """(numbers as they are now, counters of bytes that only rise) of this host; without psutil its load alone."""
-    numbers = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-    if not psutil:
-        return numbers, {}
-    memory, disk, net = psutil.virtual_memory(), psutil.disk_io_counters(), psutil.net_io_counters()
-    numbers |= {"cpu_ratio": round(psutil.cpu_percent() / 100, 3), "ram_gb": round(memory.used / 1e9, 3),
-                "ram_total_gb": round(memory.total / 1e9, 3)}
-    counters = {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes} if disk else {}
-    return numbers, counters | ({"net_in": net.bytes_recv, "net_out": net.bytes_sent} if net else {})
 
 
 def last_energy(path):
@@ -396,10 +395,11 @@ class Machine:
         """A row of machine.jsonl; rates and energy are those since the sample before."""
         now = time.monotonic()
         took_s, self.before = now - (self.before or now), now
-        numbers, counters = host_numbers(self.psutil)
+        load = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+        numbers, counters = load | answers(HOST, self.psutil), answers(COUNTERS, self.psutil)
         rates = {f"{name}_mb_s": round((value - self.counters[name]) / took_s / 1e6, 3)
                  for name, value in counters.items() if took_s and name in self.counters}
-        self.counters, gpus = counters, [gpu_numbers(self.nvml, gpu) for gpu in self.handles]
+        self.counters, gpus = counters, [answers(GPU, self.nvml, gpu) for gpu in self.handles]
         power = [gpu["power_w"] for gpu in gpus if "power_w" in gpu]
         if power:
             known = last_energy(self.path) if self.energy_kwh is None else self.energy_kwh
@@ -416,7 +416,7 @@ class Machine:
 
     def close(self):
         self.over.set()
-        self.thread.join(10)
+        self.thread.join(2)
 
 
 # -- both, and what it costs

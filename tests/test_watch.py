@@ -23,8 +23,8 @@ import report
 import train
 import watch
 from checkpoint import append_line
-from driver import (LIMIT_S, assert_same, before_step, events, family, is_there, kill, pointed, reached, rows, session,
-                    signal_self, start_command, status, wait_for, words_of)
+from driver import (LIMIT_S, ROOT, assert_same, before_step, events, family, is_there, kill, pointed, reached, rows,
+                    session, signal_self, start_command, status, wait_for, words_of)
 
 KEY = "c0ffee00" * 5
 SECRETS = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "NETRC")
@@ -165,11 +165,11 @@ def test_every_row_of_every_session_is_in_one_wandb_run_once_steps_done_again_to
     place = lambda number, row: (row["session"], number, row["time"])
     wanted = {place(number, row): row for number, row in enumerate(written, start=1)}
     found = [item for item in history(several) if "mirror/metrics" in item]
-    assert Counter(tuple(item["mirror/metrics"]) for item in found) == Counter(wanted), "each once, and none is lost"
+    assert Counter(tuple(item["mirror/metrics"]) for item in found) == Counter(list(wanted)), "each once, and none is lost"
     for item in found:
         row = wanted[tuple(item["mirror/metrics"])]
         assert {name: item[name] for name in row} == pytest.approx(row)
-    steps = Counter((row["step"]) for row in written)
+    steps = Counter(row["step"] for row in written)
     assert {row["session"] for row in written} == {1, 2, 3} and 2 in steps.values(), "some steps were done again"
     assert len(several[1]) == 3 and {path.stem for path in several[1]} == {f"run-{pointed(out_dir)[1]['run']}"}
 
@@ -192,7 +192,7 @@ def test_every_event_evaluation_and_sample_is_there(several):
         if row["event"] == "eval":
             assert item["val_loss"] == pytest.approx(row["val_loss"])
         if row["event"] == "sample":
-            tables = list(out_dir.glob(f"wandb/*/files/{item['samples']['path']}"))
+            tables = list(out_dir.glob(f"wandb/*/files/{item['samples.path']}"))
             assert json.loads(tables[0].read_text())["data"][0][0] == row["step"]
     assert {"start", "init", "resume", "save", "eval", "sample", "stop"} <= {row["event"] for row in written}
 
@@ -220,6 +220,15 @@ def test_our_reader_finds_what_wandbs_own_finds(several):
               if name in item}
     assert watch.kept_back(str(out_dir), pointed(out_dir)[1]["run"]) == wanted
     assert not watch.kept_back(str(out_dir), "another")
+
+
+def test_what_wandb_keeps_is_in_no_checkpoint_and_in_no_push(several):
+    out_dir, (folder, _) = several[0], pointed(several[0])
+    place, _ = hub.payload_of(out_dir, folder)
+    sent = [path.relative_to(place) for path in place.rglob("*")]
+    assert sent and not [path for path in sent if "wandb" in str(path)]
+    assert not [path for path in folder.rglob("*") if "wandb" in path.name]
+    assert "\nwandb/\n" in (ROOT / ".gitignore").read_text()
 
 
 # -- whatever wandb does, the run is the same
