@@ -1,6 +1,7 @@
 """wandb is a copy that can neither lose a row nor stop, slow or change a run; the machine, energy and prices."""
 
 import contextlib
+import gzip
 import http.server
 import importlib.util
 import json
@@ -165,7 +166,7 @@ def test_every_row_of_every_session_is_in_one_wandb_run_once_steps_done_again_to
     place = lambda number, row: (row["session"], number, row["time"])
     wanted = {place(number, row): row for number, row in enumerate(written, start=1)}
     found = [item for item in history(several) if "mirror/metrics" in item]
-    assert Counter(tuple(item["mirror/metrics"]) for item in found) == Counter(list(wanted)), "each once, and none is lost"
+    assert Counter(tuple(item["mirror/metrics"]) for item in found) == Counter(list(wanted)), "each once, none is lost"
     for item in found:
         row = wanted[tuple(item["mirror/metrics"])]
         assert {name: item[name] for name in row} == pytest.approx(row)
@@ -267,12 +268,12 @@ def straight(tmp_path_factory, data):
     return out_dir
 
 
-def watched(out_dir, data, limits=None, **patches):
+def watched(out_dir, data, limits=None, stop_after_steps=0, **patches):
     """A session with wandb in this process: (exit status, text, its wandb_error events, seconds)."""
     Known.out_dir, began = out_dir, time.monotonic()
     limits = watch.LIMITS | {"poll_s": 0.05} | (limits or {})
-    code, text = session(words_of(out_dir, data, wandb_log=True), **{"watch.Mirror": Known, "watch.LIMITS": limits},
-                         **patches)
+    words = words_of(out_dir, data, wandb_log=True, stop_after_steps=stop_after_steps)
+    code, text = session(words, **{"watch.Mirror": Known, "watch.LIMITS": limits}, **patches)
     assert not is_there(Known.last.child.pid) and not Known.last.thread.is_alive()
     return code, text, events(out_dir, "wandb_error"), time.monotonic() - began
 
@@ -298,30 +299,65 @@ def test_a_missing_package_costs_one_event(tmp_path, data, straight, monkeypatch
     assert_one_error_and_the_same_run(found, tmp_path / "out", straight, "No module named 'wandb'", 20)
 
 
-class Refusing(http.server.BaseHTTPRequestHandler):
-    """Knows no key."""
+class Server(http.server.BaseHTTPRequestHandler):
+    """As much of a wandb server as its client asks for to keep the rows of one run."""
+    protocol_version = "HTTP/1.1"
+    refuses, rows, summary, log_message = False, [], "{}", lambda *_: None
 
     def do_POST(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(401)
-        body = b'{"errors": [{"message": "invalid api key"}]}'
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.refuses:
+            return self.answer(401, {"errors": [{"message": "invalid api key"}]})
+        body = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body or b"{}")
+        if self.path.endswith("/file_stream"):
+            files = {name: part.get("content", []) for name, part in body.get("files", {}).items()}
+            Server.rows = Server.rows + [json.loads(text) for text in files.get("wandb-history.jsonl", [])]
+            Server.summary = (files.get("wandb-summary.json") or [Server.summary])[-1]
+        self.answer(200, {"data": self.data(body.get("operationName") or body.get("query", ""), body)})
 
-    do_GET = do_POST
-    log_message = lambda *_: None
+    def do_PUT(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer(200, {})
+
+    def do_GET(self):
+        self.answer(401 if self.refuses else 200, {})
+
+    def data(self, asked, body):
+        project = {"id": "p", "name": "longhaul", "entity": {"id": "e", "name": "me"}}
+        run = {"id": "r", "name": body.get("variables", {}).get("name"), "displayName": "run", "description": "",
+               "config": "{}", "sweepName": None, "tags": [], "project": project, "projectId": "p",
+               "summaryMetrics": self.summary, "eventsLineCount": 0,
+               "historyLineCount": len(self.rows), "logLineCount": 0, "eventsTail": "[]", "stopped": False,
+               "historyTail": json.dumps([json.dumps(row) for row in self.rows[-1:]]), "wandbConfig": '{"t": 1}'}
+        if "RunResumeStatus" in asked:
+            return {"model": project | {"bucket": run if self.rows else None}}
+        if "UpsertBucket" in asked:
+            return {"upsertBucket": {"bucket": run, "inserted": not self.rows}}
+        if "CreateRunFiles" in asked:
+            files = [{"name": name, "uploadUrl": f"http://{self.headers['Host']}/put"}
+                     for name in body["variables"]["files"]]
+            return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
+        return {}
+
+    def answer(self, code, content):
+        content = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 @pytest.fixture
-def refusing(monkeypatch):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        thread = threading.Thread(target=server.serve_forever)
+def server(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as started:
+        started.daemon_threads, started.handle_error = True, lambda *_: None
+        thread = threading.Thread(target=started.serve_forever)
         thread.start()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{started.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        yield
-        server.shutdown()
+        monkeypatch.setattr(Server, "rows", [])
+        yield Server
+        started.shutdown()
         thread.join()
 
 
@@ -345,11 +381,28 @@ def assert_no_secret(out_dir, text):
     assert not holds
 
 
-def test_a_refused_key_costs_one_event_and_the_rows_are_kept_on_this_disk(tmp_path, data, straight, refusing):
+def test_a_refused_key_costs_one_event_and_the_rows_are_kept_on_this_disk(tmp_path, data, straight, server,
+                                                                          monkeypatch):
+    monkeypatch.setattr(server, "refuses", True)
     found = watched(tmp_path / "out", data)
     assert_one_error_and_the_same_run(found, tmp_path / "out", straight, "rows are kept on this disk: CommError")
     assert kept_rows(tmp_path / "out") == list(range(1, 13))
     assert_no_secret(tmp_path / "out", found[1])
+
+
+def test_sessions_on_a_server_are_one_run_and_bring_what_it_lacks(tmp_path, data, server):
+    """The second of three sessions goes without wandb; the third hands its rows over too."""
+    out_dir = tmp_path / "out"
+    found = watched(out_dir, data, stop_after_steps=5)
+    assert found[0] == 0 and not found[2] and f"/me/longhaul/runs/{pointed(out_dir)[1]['run']}" in found[1]
+    assert session(words_of(out_dir, data, stop_after_steps=4))[0] == 0
+    assert watched(out_dir, data)[0] == 0 and not events(out_dir, "wandb_error")
+    for name in ("metrics", "events"):
+        wanted = [[row["session"], number, row["time"]]
+                  for number, row in enumerate(rows(out_dir / f"{name}.jsonl"), start=1)]
+        assert [row[f"mirror/{name}"] for row in server.rows if f"mirror/{name}" in row] == wanted
+    assert {row["session"] for row in server.rows} == {1, 2, 3} and reached(out_dir) == 12
+    assert_no_secret(out_dir, found[1])
 
 
 def test_a_server_that_never_answers_costs_one_event_and_a_bounded_wait(tmp_path, data, straight, silent):
