@@ -192,10 +192,15 @@ def test_every_event_evaluation_and_sample_is_there(several):
         assert (item["event"], item["step"], item["session"]) == (row["event"], row["step"], row["session"])
         if row["event"] == "eval":
             assert item["val_loss"] == pytest.approx(row["val_loss"])
+        if row["event"] == "probe":
+            each = {name: value for name, value in item.items() if name.startswith("probe/")}
+            assert each.pop("probe/mean") == pytest.approx(row["mean"])
+            assert [*each.values()] and sorted(each.values()) == pytest.approx(
+                sorted(probe["value"] for probe in row["probes"]))
         if row["event"] == "sample":
             tables = list(out_dir.glob(f"wandb/*/files/{item['samples.path']}"))
             assert json.loads(tables[0].read_text())["data"][0][0] == row["step"]
-    assert {"start", "init", "resume", "save", "eval", "sample", "stop"} <= {row["event"] for row in written}
+    assert {"start", "init", "resume", "save", "eval", "sample", "probe", "stop"} <= {row["event"] for row in written}
 
 
 def test_config_and_summary_are_those_of_the_run(several):
