@@ -62,11 +62,6 @@ COUNTERS = {  # bytes that only rise; machine.jsonl has their rates
 
 # -- in the child: a copy in wandb
 
-def emit(**said):
-    """Tell the parent one thing, in a line of JSON."""
-    os.write(said.pop("to", 1), json.dumps(said).encode() + b"\n")
-
-
 class Tail:
     """The whole lines of a jsonl file that grows: each look reads what is new."""
 
@@ -90,6 +85,13 @@ class Tail:
                 if isinstance(row, dict) and {"session", "step", "time"} <= row.keys():
                     found.append((self.lines, row))
         return found
+
+
+def new_lines(tails):
+    """(name of the file, number of the line, row) of all that is new, without holding all of it at once."""
+    for name, tail in tails.items():
+        while lines := tail.read():
+            yield from ((name, *line) for line in lines)
 
 
 def records(path):
@@ -238,10 +240,8 @@ def mirror(job, tell):
         if name == "events":
             take(row)
     while True:
-        for name, tail in tails.items():
-            while lines := tail.read():
-                for number, row in lines:
-                    hand_over(name, number, row)
+        for found in new_lines(tails):
+            hand_over(*found)
         if over:
             break
         over = bool(select.select([0], [], [], job["poll_s"])[0])  # then all lines are written: one look more
@@ -257,7 +257,7 @@ def serve(words):
         return
     os.nice(19)
     os.dup2(2, 1)  # what wandb prints goes nowhere
-    tell = lambda **said: emit(to=out, **said)
+    tell = lambda **said: os.write(out, json.dumps(said).encode() + b"\n")
     try:
         mirror(job, tell)
         tell(done=True)

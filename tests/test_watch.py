@@ -195,8 +195,8 @@ def test_every_event_evaluation_and_sample_is_there(several):
         if row["event"] == "probe":
             each = {name: value for name, value in item.items() if name.startswith("probe/")}
             assert each.pop("probe/mean") == pytest.approx(row["mean"])
-            assert [*each.values()] and sorted(each.values()) == pytest.approx(
-                sorted(probe["value"] for probe in row["probes"]))
+            assert each and sorted(each.values()) == pytest.approx(sorted(
+                probe["value"] for probe in row["probes"]))
         if row["event"] == "sample":
             tables = list(out_dir.glob(f"wandb/*/files/{item['samples.path']}"))
             assert json.loads(tables[0].read_text())["data"][0][0] == row["step"]
