@@ -17,8 +17,7 @@ from data.vocabulary import LARGEST_VOCAB
 FORMAT = 1
 ID = np.dtype("<u2")  # a token id on disk
 LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
-READS_PER_MAP = 4096  # memory maps are opened anew after so many reads: resident memory stays bounded
-OPEN_SHARDS = 128  # maps held, each with a file descriptor
+OPEN_SHARDS = 128  # file descriptors held by a stream
 HASH_BYTES_PER_S = 200e6
 
 
@@ -146,7 +145,8 @@ def check_fingerprint(manifest, recorded, data_dir):
 
 
 class Tokens:
-    """The tokens of a list of shards as one stream, read by slices of memory maps; resident memory is bounded.
+    """The tokens of a list of shards as one stream. They are read, not mapped: a file that is cut off under a map ends
+    the process with a bus error, and what a map has read counts as memory of the process.
 
     `seconds` counts the time spent in reading.
     """
@@ -156,55 +156,91 @@ class Tokens:
         self.starts = [0]
         for shard in shards:
             self.starts.append(self.starts[-1] + shard["tokens"])
-        self.maps, self.reads, self.seconds = OrderedDict(), 0, 0.0
+        self.opened, self.stamps, self.seconds = OrderedDict(), {}, 0.0  # by number: descriptors, and files as found
 
     def __len__(self):
         return self.starts[-1]
 
+    def __del__(self):
+        for descriptor in self.opened.values():
+            os.close(descriptor)
+
     def shard_at(self, token):
         return bisect.bisect_right(self.starts, token) - 1
 
-    def mapped(self, number):
-        if number not in self.maps:
-            shard = self.shards[number]
-            self.maps[number] = np.memmap(os.path.join(self.folder, shard["file"]), "<u2", "r",
-                                          offset=shard["header_bytes"], shape=(shard["tokens"],)).view(np.ndarray)
-            if len(self.maps) > OPEN_SHARDS:
-                self.maps.popitem(last=False)
-        return self.maps[number]
+    def path(self, number):
+        return os.path.join(self.folder, self.shards[number]["file"])
+
+    def descriptor(self, number):
+        if number not in self.opened:
+            try:
+                self.opened[number] = os.open(self.path(number), os.O_RDONLY)
+            except FileNotFoundError:
+                raise changed(self.path(number), "it is gone") from None
+            shard, found = self.shards[number], stamp(os.fstat(self.opened[number]))
+            if found[1] != (size := shard["header_bytes"] + 2 * shard["tokens"]):
+                raise changed(self.path(number), f"it has {found[1]:,} bytes, its data manifest says {size:,}")
+            self.stamps.setdefault(number, found)
+            if len(self.opened) > OPEN_SHARDS:
+                os.close(self.opened.popitem(last=False)[1])
+        return self.opened[number]
 
     def windows(self, starts, length):
         """int64 [len(starts), length]: the tokens from each start on.
 
-        Raises ValueError at an id beyond the vocabulary.
+        Raises ValueError at an id beyond the vocabulary, and where a file is no longer what it was when it was opened.
         """
-        began = time.perf_counter()
+        began, touched = time.perf_counter(), set()
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts):
-            self.fill(int(start), row)
+            self.fill(int(start), row, touched)
+        for number in touched:  # after the reading: what was read before a change is whole
+            check_unchanged(self.path(number), self.stamps[number])
         if len(out) and out.max() >= self.vocab_size:
             row, column = np.unravel_index(out.argmax(), out.shape)
             token = int(starts[row]) + int(column)
             number = self.shard_at(token)
-            path = os.path.join(self.folder, self.shards[number]["file"])
-            raise ValueError(f"{path}: token {token - self.starts[number]:,} is {out.max()}, beyond the vocabulary of "
-                             f"{self.vocab_size:,}")
+            raise ValueError(f"{self.path(number)}: token {token - self.starts[number]:,} is {out.max()}, beyond the "
+                             f"vocabulary of {self.vocab_size:,}")
         self.seconds += time.perf_counter() - began
         return out
 
-    def fill(self, start, row):
-        """Copies the tokens from `start` on into `row`, across as many shards as it takes."""
-        if self.reads == READS_PER_MAP:
-            self.maps.clear()
-            self.reads = 0
-        self.reads += 1
+    def fill(self, start, row, touched):
+        """Copies the tokens from `start` on into `row`, across as many shards as it takes; notes these in `touched`."""
         filled = 0
         while filled < len(row):
             number = self.shard_at(start + filled)
             offset = start + filled - self.starts[number]
-            piece = self.mapped(number)[offset:offset + len(row) - filled]
-            row[filled:filled + len(piece)] = piece
-            filled += len(piece)
+            size = 2 * min(len(row) - filled, self.shards[number]["tokens"] - offset)
+            place = self.shards[number]["header_bytes"] + 2 * offset
+            piece = np.frombuffer(os.pread(self.descriptor(number), size, place), np.uint8)
+            if len(piece) < size:
+                raise changed(self.path(number), f"it ends before byte {place + size:,}")
+            row[filled:filled + size // 2] = piece.view(ID)
+            filled += size // 2
+            touched.add(number)
+
+
+def stamp(status):
+    """What tells a file from another one in its place, and from itself with another content."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(path, before):
+    """Raises ValueError where the file at `path` is not the one that had this stamp."""
+    try:
+        now = stamp(os.stat(path))
+    except FileNotFoundError:
+        raise changed(path, "it is gone") from None
+    if now != before:
+        raise changed(path, "another file is in its place" if now[0] != before[0] else
+                      f"it had {before[1]:,} bytes and has {now[1]:,}" if now[1] != before[1] else
+                      "it was written to")
+
+
+def changed(path, what):
+    return ValueError(f"{path} changed while this run reads it: {what}. The step was not done. 'prepare.py verify' says "
+                      "whether the file is whole now, with --repair it is fetched again; then the run can go on")
 
 
 class ShardHasher:

@@ -1,6 +1,7 @@
 """The run after N stops and kills is the same run, to the last bit of weights, optimizer and numbers."""
 
 import functools
+import os
 import shutil
 
 import pytest
@@ -283,3 +284,24 @@ def test_an_append_of_several_shards_one_after_the_other_is_taken_up_pass_by_pas
                     append_shard(folder, 400)
     assert_same(tmp_path / "down", tmp_path / "up")
     assert [len(shards) for _, shards in pointed(tmp_path / "up")[1]["segments"]] == [1, 2, 3]
+
+
+# -- files that change under a run
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_shard_cut_off_under_a_run_ends_it_before_a_wrong_update(tmp_path, data, world_size):
+    folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "cut"
+    whole = (folder / "train-00000.bin").read_bytes()
+    [ranks] = run_ranks(world_size, tmp_path, (words_of(out, folder), {
+        "train_step": before_step(6, functools.partial(os.truncate, folder / "train-00000.bin", 300))}))
+    code, text = ranks[0]
+    assert code == 1, text
+    assert "train-00000.bin changed while this run reads it" in (out / "errors" / "rank_0.txt").read_text()
+    assert reached(out) == 5 and pointed(out)[1]["step"] == 4
+    code, text = session(words_of(out, folder))
+    assert code == 2 and "train-00000.bin: 300 bytes on disk, 1,400 in the manifest" in text
+    (folder / "train-00000.bin").write_bytes(whole)
+    for name in (out, tmp_path / "straight"):
+        [ranks] = run_ranks(world_size, tmp_path, (words_of(name, folder), {}))
+        assert ranks[0][0] == 0, ranks
+    assert_same(out, tmp_path / "straight")
