@@ -46,7 +46,8 @@ RATIOS = ("decay_ratio", "min_lr_ratio", "beta1", "beta2", "muon_momentum")
 MAY_DIFFER = frozenset("""
     out_dir resume init_sha256 eval_only dry_run data_dir prepare data_verify batch_size
     eval_interval eval_tokens sample_interval sample_tokens prompts_file probes_file control_tolerance
-    checkpoint_interval keep_checkpoints milestone_interval stop_after_steps session_minutes min_free_gb
+    checkpoint_interval keep_checkpoints milestone_interval milestone_at_segment_end stop_after_steps
+    stop_at_segment_end session_minutes min_free_gb
     hub_repo hub_private hub_verify hub_keep hub_max_gb hub_prune_local hub_exit_minutes
     log_interval wandb_log wandb_project wandb_run_name trace_windows
     device dtype compile activation_checkpointing loss_chunk_tokens deterministic
@@ -142,11 +143,14 @@ def vocabulary_of(vocab_size, data_vocab_size, data_dir):
     return vocab_size or data_vocab_size
 
 
-def check_length(tokens, block_size, data_dir):
-    """Raises ValueError where the training data do not fill one window."""
-    if tokens <= block_size:
-        raise ValueError(f"{data_dir} has {tokens:,} train tokens; a window of block_size {block_size:,} needs at "
-                         f"least {block_size + 1:,}")
+def check_length(order, block_size, data_dir):
+    """Raises ValueError where the training data, or those of a source of a mixture, do not fill one window. `order`:
+    (first window, train tokens) or (0, tokens, mixture)."""
+    sources = [(f"{source.name} in ", source.tokens) for mixture in order[2:] for source in mixture.sources]
+    for name, tokens in [("", order[1]), *sources]:
+        if tokens <= block_size:
+            raise ValueError(f"{name}{data_dir} has {tokens:,} train tokens; a window of block_size {block_size:,} "
+                             f"needs at least {block_size + 1:,}")
 
 
 def check_eval_only(source, val_windows, out_dir, data_dir):
@@ -490,11 +494,11 @@ def say(text):
         sys.stdout.flush()
 
 
-def describe(say, counts, flops, expected_loss, found_loss, stream, settings, micro_batches, world_size,
+def describe(say, counts, flops, expected_loss, found_loss, stream, pass_tokens, settings, micro_batches, world_size,
              live):
     """The first lines of a run: model, data, plan, first loss to expect. `live`: the tensors of a checkpoint."""
     block_size, steps, batch_tokens = settings["block_size"], settings["max_steps"], settings["batch_tokens"]
-    tokens, pass_tokens = steps * batch_tokens, (len(stream) - 1) // block_size * block_size
+    tokens, pass_tokens = steps * batch_tokens, (pass_tokens - 1) // block_size * block_size
     checkpoint_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
     groups = ", ".join(f"{name} {number:,}" for name, number in counts.items() if name != "total" and number)
     say(f"model  {counts['total']:,} parameters ({groups}), {flops / 1e6:,.1f} MFLOP a token")
@@ -532,6 +536,9 @@ def describe_end(say, run, out_dir, finished, reason, result, world_size, costs)
     last evaluation, if there was one."""
     if finished and result:
         say(eval_line(run.step, result))
+    if reason == "segment":
+        say("all data have been drawn: 'prepare.py append' adds more for the next session, or with "
+            "stop_at_segment_end=False it draws them once more")
     if costs:
         say(f"costs  {costs} in all sessions")
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else ["python"]
@@ -567,7 +574,9 @@ def eval_line(step, result):
         return f"eval   step {step:,}: cut short by a signal"
     per_byte = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     loss = "not finite" if result["val_loss"] is None else f"{result['val_loss']:.4f}"
-    return (f"eval   step {step:,}: val loss {loss} nats per token{per_byte} "
+    each = "".join(f", {name} {'not finite' if mean is None else f'{mean:.4f}'}"
+                   for name, mean in result.get("sources", {}).items())
+    return (f"eval   step {step:,}: val loss {loss} nats per token{per_byte}{each} "
             f"({result['windows']:,} windows, {result['seconds']:.1f} s)")
 
 

@@ -86,7 +86,9 @@ control_tolerance = 0.001  # nats; how far the 8 control windows' loss may lie f
 checkpoint_interval = 500  # steps between checkpoints; 0 = only at the end of a session
 keep_checkpoints = 2  # newest checkpoints to keep
 milestone_interval = 0  # steps between milestones (weights only, kept for ever); 0 = off
+milestone_at_segment_end = False  # a milestone too where all data are drawn and appended ones may be taken up
 stop_after_steps = 0  # stop this session after so many steps; 0 = off
+stop_at_segment_end = False  # stop this session there, before data are drawn once more
 session_minutes = 0.0  # stop this session in time for a last save; 0 = off
 min_free_gb = 0.0  # GB; refuse to start with less free disk
 # -- hub: checkpoints go to a repository of the Hugging Face Hub, and a session on an empty disk goes on from there
@@ -143,6 +145,7 @@ import sample
 import watch
 from checkpoint import Failed
 from data import prepare as data_prepare
+from data.shuffle import hash64, permute
 from model import GPT, GPTConfig, expected_first_loss, first_loss, flops_per_token, parameter_counts, with_weights
 from preflight import Interrupt, finite, on_device, seed_device, to_host
 from ranks import from_rank_0, patiently_from_rank_0, share_of, signals_heard, start_ranks
@@ -153,6 +156,7 @@ MUON_FIRST_MOMENTUM, MUON_WARMUP_UPDATES = 0.85, 300  # then muon_momentum
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Source: Jordan et al., "Muon", 2024: the quintic's coefficients
 FIRST_LOSS_SCALE, LOSS_SCALE_GROWTH_STEPS = 2.0**16, 2000  # float16; it doubles after so many without overflow
 CONTROL_WINDOWS = 8
+MIX_BLOCK = 10_000  # windows after each of which the shares of a mixture are exact
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
 DROP_STEP_AFTER_S, CONTROL_AFTER_SIGNAL_S = 10.0, 5.0  # after a signal: when a step, and a control loss, are given up
 STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
@@ -163,56 +167,59 @@ REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can as
 
 # ---- data: which windows a step takes, and their tokens ----------------------------------------------------
 
-def hash64(*words):
-    """A 64-bit integer from words (numbers and text), the same on every machine and version."""
-    return int.from_bytes(hashlib.sha256(json.dumps(words).encode()).digest()[:8], "little")
-
-
-def mix(values, key):
-    """Scrambles uint64 `values` under a 64-bit `key`. Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
-    x = values + np.uint64(key)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(indices, n, key):
-    """Where a seeded permutation of 0..n-1 takes each of `indices` (uint64 array), in constant memory for any n.
-
-    A Feistel network of 8 rounds over pairs (left, right) with left * b + right = index and a * b just above n; the few
-    values that land outside 0..n-1 are sent through again until they land inside (cycle walking), so it is a bijection.
-    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002. Frozen by golden values in a test.
-    """
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    a, b = np.uint64(a), np.uint64(b)
-    keys = [hash64(key, "round", i) for i in range(8)]
-    values = np.array(indices, dtype=np.uint64)
-    walking = np.arange(len(values))
-    while len(walking):
-        left, right = np.divmod(values[walking], b)
-        for i, round_key in enumerate(keys):
-            if i % 2 == 0:
-                left = (left + mix(right, round_key) % a) % a
-            else:
-                right = (right + mix(left, round_key) % b) % b
-        values[walking] = left * b + right
-        walking = walking[values[walking] >= n]
-    return values
-
 
 # One time through `tokens` tokens from first_token on: `windows` windows of the job from `first` on.
 Pass = collections.namedtuple("Pass", "number first windows first_token tokens")
+
+
+@functools.lru_cache(2)
+def mixed_block(block, mixture, data_seed):
+    """The MIX_BLOCK windows of the job from MIX_BLOCK * block on, over several sources: (the source of each, its number
+    among the windows of that source), as two int64 arrays.
+
+    At each end of a block every source has had its share of all windows, to less than one. Where in the block they lie
+    is drawn; the windows of a source keep their order, so that its passes follow one another."""
+    before, after = (mixture.windows_before(MIX_BLOCK * number) for number in (block, block + 1))
+    places = permute(np.arange(MIX_BLOCK), MIX_BLOCK, hash64(data_seed, "mixture", mixture.seed, block))
+    sources = np.repeat(np.arange(len(before)), after - before)[places.astype(np.int64)]
+    numbers = np.empty_like(sources)
+    numbers[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(*ends) for ends in zip(before, after)])
+    return sources, numbers
+
+
+def draw_mixed(first, count, mixture, data_seed, block_size):
+    """draw_windows over several sources, each with passes of its own; the fourth array is the source of each window."""
+    blocks = range(first // MIX_BLOCK, (first + count - 1) // MIX_BLOCK + 1)
+    both = np.concatenate([mixed_block(block, mixture, data_seed) for block in blocks], axis=1)
+    sources, numbers = both[:, first % MIX_BLOCK:][:, :count]
+    drawn = np.stack([sources] * 4)
+    for source in np.unique(sources).tolist():
+        mine, key = sources == source, hash64(data_seed, "source", mixture.seed, source)
+        order = ((0, mixture.sources[source].tokens),)
+        drawn[:3, mine] = draw_windows(int(numbers[mine][0]), int(mine.sum()), order, key, block_size)
+        drawn[2, mine] += mixture.sources[source].first_token
+    return tuple(drawn)
+
+
+def tokens_by_source(windows, order, data_seed, block_size):
+    """{'source_tokens': {name: how many of its tokens were drawn}} after so many windows of a mixture, else {}."""
+    if len(order[0]) == 2:
+        return {}
+    mixture, (block, more) = order[0][2], divmod(windows, MIX_BLOCK)
+    partly = np.bincount(mixed_block(block, mixture, data_seed)[0][:more], minlength=len(mixture.sources))
+    taken = (mixture.windows_before(MIX_BLOCK * block) + partly) * block_size
+    return {"source_tokens": {source.name: count for source, count in zip(mixture.sources, taken.tolist())}}
 
 
 def pass_of(window, order, block_size):
     """The pass that holds a window of the job.
 
     `order`: [(first window of the job, train tokens then), ...], one entry per growth of the data. After a growth the
-    next pass runs over the tokens that no pass has covered, the passes after it over everything.
+    next pass runs over the tokens that no pass has covered, the passes after it over everything. Of a mixture it is
+    ((0, tokens that count as a pass of it, the mixture),).
     """
     number = covered = 0
-    for (first, total), (end, _) in zip(order, [*order[1:], (math.inf, 0)]):
+    for (first, total, *_), (end, *_) in zip(order, [*order[1:], (math.inf, 0)]):
         fresh = (total - covered - 1) // block_size if covered else 0
         if fresh > 0:
             if window < first + fresh:
@@ -232,6 +239,8 @@ def draw_windows(first, count, order, data_seed, block_size):
     A pure function: the whole job's list, whatever the ranks; dealt to micro-batches in runs of batch_size afterwards.
     Each pass has its own permutation and its own offset below one window, so it draws each of its windows once.
     """
+    if len(order[0]) > 2:
+        return draw_mixed(first, count, order[0][2], data_seed, block_size)
     drawn = []
     while count:
         part = pass_of(first, order, block_size)
@@ -252,12 +261,14 @@ def pass_starting_in(first, count, order, block_size):
 
 
 def window_ids(drawn):
-    """[[pass, window], ...] of what draw_windows gave."""
-    return np.stack(drawn[:2], axis=1).tolist()
+    """[[pass, window], ...] of what draw_windows gave; of a mixture [[pass, window, source], ...]."""
+    return np.stack([*drawn[:2], *drawn[3:]], axis=1).tolist()
 
 
 def token_order(segments):
-    """((first window, train tokens), ...) from trainer.json's segments [[first window, shard list], ...]."""
+    """The `order` of pass_of, from trainer.json's segments [[first window, shard list], ...]."""
+    if len(segments[0]) > 2:
+        return data_prepare.mixed_order(segments[0][2])
     return tuple((first, sum(shard["tokens"] for shard in shards)) for first, shards in segments)
 
 
@@ -427,8 +438,9 @@ def window_losses(model, forward, stream, starts, group, block_size, device, aut
     return sums[:len(starts)]
 
 
-def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_bytes, interrupt):
-    """Mean loss over the windows at `starts`, dealt to all ranks in groups and summed in window order.
+def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_bytes, interrupt, sources):
+    """Mean loss over the windows at `starts`, dealt to all ranks in groups and summed in window order. The `sources` of
+    a mixture count by their shares and have a loss each; other data are one source without a name.
 
     `token_bytes`: the bytes of text that each id stands for, or None. Returns the fields of an `eval` event, val_loss
     in nats per token; not complete, and without numbers, where a signal cut it short. Ranks: all (one exchange)."""
@@ -448,6 +460,8 @@ def evaluate(model, ranks, stream, starts, group, block_size, autocast, token_by
     result = {"split": "val", "val_loss": None, "bits_per_byte": None, "perplexity": None, "windows": len(starts),
               "complete": all(done), "seconds": round(time.perf_counter() - began, 3)}
     if result["complete"]:
+        result |= data_prepare.losses_by_source(sources, starts, loss, block_size)
+        loss, text_bytes = (data_prepare.by_share(sources, starts, column) for column in (loss, text_bytes))
         mean = sum(loss) / (len(starts) * block_size)
         result["val_loss"], result["perplexity"] = finite(mean), finite(math.exp(min(mean, 700.0)))
         result["bits_per_byte"] = finite(sum(loss) / math.log(2) / sum(text_bytes)) if any(text_bytes) else None
@@ -509,7 +523,7 @@ def trainer_record(run, opt, settings, manifest, host):
         "segments": list(run.segments), "settings": settings,  # a copy: the list may grow before this is written
         "scaler": {"scale": float(opt.loss_scale), "growth_steps": int(opt.growth)},
         "best_val_loss": run.best_val_loss, "loss_spread": run.loss_spread, "wandb_run_id": run.run,
-    } | host
+    } | tokens_by_source(windows, order, settings["data_seed"], block_size) | host
 
 
 def tensors_of(model, opt):
@@ -761,7 +775,7 @@ def main():
             from_rank_0(ranks, checkpoint.rollback, out_dir, resume, tell)
         initial = init_from
         if not trainer:
-            run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), [[0, manifest["train"]]]
+            run.run, run.segments = from_rank_0(ranks, secrets.token_hex, 4), data_prepare.first_segments(manifest)
             if init_from.startswith("hf:"):
                 initial = patiently_from_rank_0(ranks, interrupt, hub.fetch, init_from)
             from_rank_0(ranks, checkpoint.check_init, initial, asdict(config), init_sha256)
@@ -776,17 +790,21 @@ def main():
         shards = manifest["train"][:len(run.segments[-1][1])]  # the recorded ones, under their present names
         train_stream, val_stream = (data_prepare.Tokens(data_dir, files, manifest["vocab_size"])
                                     for files in (shards, manifest["val"]))
-        preflight.check_length(len(train_stream), block_size, data_dir)
-        some_val, all_val = (validation_starts(val_stream, block_size, tokens) for tokens in (eval_tokens, 0))
+        preflight.check_length(order[-1], block_size, data_dir)
+        sources = data_prepare.val_sources(manifest, block_size)
+        some_val, all_val = (np.concatenate([source.first_token + validation_starts(
+            range(source.tokens), block_size, math.ceil(tokens * source.share)) for source in sources])
+            for tokens in (eval_tokens, 0))
         control_stream = val_stream if len(all_val) else train_stream
         autocast = lambda: (contextlib.nullcontext() if compute == "float32"
                             else torch.autocast(kind, getattr(torch, compute)))
-        evaluation = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size, block_size, autocast, token_bytes, interrupt
+        group = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size
+        evaluation = group, block_size, autocast, token_bytes, interrupt, sources
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
         live = tensors_of(model, opt)
         found_loss = first_loss(model) if lead and not (trainer or init_from) else None
         preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), found_loss, train_stream,
-                           settings, micro_batch_count, ranks.world_size, live)
+                           order[-1][1], settings, micro_batch_count, ranks.world_size, live)
         if writes and not hub_repo and run.step >= run.horizon and from_rank_0(ranks, journal.finished):
             return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
         if trainer:
@@ -823,7 +841,8 @@ def main():
                                              hub_prune_local, report, say, *known, 60 * hub_exit_minutes, interrupt)
             saver = checkpoint.Saver(
                 out_dir, run.run, live, keep_checkpoints, min_free_gb, lambda: hasher.damage, report, say, pusher,
-                saved_at=run.step if trainer else -1, touch=checkpoint_interval or milestone_interval)
+                saved_at=run.step if trainer else -1,
+                touch=checkpoint_interval or milestone_interval or milestone_at_segment_end)
             at_exit.callback(saver.close)
             snapshot = with_weights(model, saver.held["model.safetensors"]) if kind == "cpu" else model
             control = functools.partial(control_loss, snapshot, control_stream, block_size, ranks.device, interrupt)
@@ -843,8 +862,11 @@ def main():
         loop_began, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
+            pass_start = pass_starting_in(run.step * windows_per_step, windows_per_step, order, block_size)
+            pass_ends = bool(pass_start and pass_start > run.segments[-1][0])  # in the step that comes
             boundary = stop or run.step >= run.horizon or any(
-                map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
+                map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval))) or pass_ends and (
+                stop_at_segment_end or milestone_at_segment_end)
             while len(unread) > (0 if boundary else STEPS_READ_LATE.get(kind, 0)):
                 step, read, factor, drawn = unread.popleft()
                 outcome = outcome_of(read(), opt.scaling)
@@ -860,6 +882,7 @@ def main():
                 if step % log_interval == 0 or step == first_step + 1:
                     row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order,
                                       batch_tokens, block_size)
+                    row |= tokens_by_source(row["windows"], order, data_seed, block_size)
                     row |= {"lr": learning_rate * factor, "free_gb": round(preflight.free_gb(out_dir), 3),
                             "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
                             "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
@@ -870,11 +893,15 @@ def main():
                         preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs()))
                     steps, step_s, data_s = 0, 0.0, train_stream.seconds
             stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
+            if stop_at_segment_end and pass_ends and not stop and (run.step > first_step or not from_rank_0(
+                    ranks, data_prepare.growth, data_dir, run.segments[-1][1])):  # a session goes on with what is new
+                stop = "segment"
             if stop and unread:
                 continue  # settle what is in flight first
-            at_end, in_time = run.step >= run.horizon, stop in ("", "steps")
+            at_end, in_time = run.step >= run.horizon, stop in ("", "steps", "segment")
 
-            kinds = due(checkpoint_interval) and run.step > 0, due(milestone_interval) and run.step > 0
+            kinds = [due(checkpoint_interval) and run.step > 0,
+                     (due(milestone_interval) or milestone_at_segment_end and pass_ends) and run.step > 0]
             if stop or at_end:
                 while not from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1])):
                     pass
@@ -907,8 +934,7 @@ def main():
 
             # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
             loop_began, first_window = loop_began or time.monotonic(), run.step * windows_per_step
-            pass_start = pass_starting_in(first_window, windows_per_step, order, block_size)
-            if pass_start and pass_start > order[-1][0]:
+            if pass_ends:
                 if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])
                     order, data_s = token_order(run.segments), 0.0

@@ -6,6 +6,7 @@
     python data/prepare.py import FILE... --out DIR   nanoGPT's or llm.c's token files, linked and not copied
     python data/prepare.py verify DIR                 read every shard and compare it with the manifest
     python data/prepare.py merge PART... --out DIR    the parts that build --part 1/8, 2/8, ... made, as one
+    python data/prepare.py mix DIR=SHARE... --out DIR data folders as one that draws from them in given shares
     python data/prepare.py append DIR NEW...          the shards of other data folders to one that may be in use
     python data/prepare.py status DIR [OUT_DIR]       what there is, and when the run in OUT_DIR has seen all of it
 
@@ -25,9 +26,11 @@ are the same for any number of workers. Readers are in data/sources.py, the buil
 import argparse
 import concurrent.futures
 import contextlib
+import fractions
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -44,9 +47,11 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
 
 from data.building import Options, Progress, build_data, locked, report, sample_texts
 from data.download import hub_source
-from data.shards import (ID, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest, manifest_problems,
-                         read_manifest, shard_problems, shard_row, write_file, write_json, write_manifest)
-from data.shards import ShardHasher, Tokens, check_fingerprint, grown, growth  # the trainer's, which asks here
+from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest,
+                         manifest_problems, placeless, read_manifest, shard_problems, shard_row, write_file,
+                         write_json, write_manifest)
+from data.shards import (ShardHasher, Tokens, by_share, check_fingerprint, first_segments,  # the trainer asks here
+                         grown, growth, losses_by_source, mixed_order, val_sources)
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
 from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer, train_bpe
 
@@ -268,7 +273,7 @@ def merge(out_dir, folders):
     Raises ValueError naming every reason why they do not go together.
     """
     manifests = [(folder, read_manifest(folder)) for folder in folders]
-    problems = part_problems(manifests)
+    problems = part_problems(manifests) + not_mixed(manifests)
     manifests.sort(key=lambda row: row[1].get("part", [0])[0])
     first = manifests[0][1]
     for folder, manifest in manifests[1:]:
@@ -281,7 +286,7 @@ def merge(out_dir, folders):
     with new_folder(out_dir) as folder:
         for name, content in tokenizer_file(manifests[0][0], first).items():
             write_file(folder / name, content)
-        rows = {split: link_shards(folder, split, 0, manifests) for split in ("train", "val")}
+        rows = {split: link_shards(folder, split, 0, manifests, split) for split in ("train", "val")}
         sources = joined_sources(row for _, manifest in manifests for row in manifest["sources"])
         split = {"split": first["split"]} if "split" in first else {}
         return write_manifest(folder, first["tokenizer"], first["vocab_size"], rows["train"], rows["val"], sources,
@@ -304,12 +309,12 @@ def part_problems(manifests):
     return problems
 
 
-def link_shards(folder, split, begin, manifests):
-    """Links the shards of the split under the numbers from begin on, and returns their rows."""
+def link_shards(folder, stem, begin, manifests, split):
+    """Links the shards of the split as STEM-NUMBER.bin with the numbers from begin on, and returns their rows."""
     rows = []
     for source, manifest in manifests:
         for shard in manifest[split]:
-            name = f"{split}-{begin + len(rows):05d}.bin"
+            name = f"{stem}-{begin + len(rows):05d}.bin"
             temporary = folder / f".{name}.new"
             temporary.unlink(missing_ok=True)
             link(Path(source, shard["file"]).resolve(), temporary)
@@ -329,6 +334,64 @@ def joined_sources(rows):
     return list(joined.values())
 
 
+def mix(out_dir, shares, tokens, seed):
+    """Makes a data folder of links to the shards of others, from which a run draws in these shares, [(folder, share as
+    a Fraction), ...], and returns its manifest. `tokens` of it count as a pass; 0: as many as draw no source twice.
+
+    Raises ValueError naming every reason why they do not go together.
+    """
+    manifests = [(folder, read_manifest(folder)) for folder, _ in shares]
+    problems = mix_problems(manifests, shares, tokens)
+    if problems:
+        raise ValueError("nothing was mixed:\n  " + "\n  ".join(problems))
+    first, sources = manifests[0][1], []
+    unit = math.lcm(*(share.denominator for _, share in shares))
+    whole = [int(share * unit) for _, share in shares]
+    for (folder, manifest), share in zip(manifests, whole):
+        counts = {key: sum(shard["tokens"] for shard in manifest[split])
+                  for split, key in (("train", "tokens"), ("val", "val_tokens"))}
+        sources.append({"name": source_name(folder), "folder": str(folder), "share": share // math.gcd(*whole),
+                        "fingerprint": fingerprint(manifest), "train_shards": len(manifest["train"]),
+                        "val_shards": len(manifest["val"]), **counts})
+    tokens = tokens or min(source["tokens"] * sum(whole) // share for source, share in zip(sources, whole))
+    with new_folder(out_dir) as folder:
+        for name, content in tokenizer_file(manifests[0][0], first).items():
+            write_file(folder / name, content)
+        rows = {split: [row for source, manifest in manifests for row in link_shards(
+            folder, f"{source_name(source)}-{split}", 0, [(source, manifest)], split)] for split in ("train", "val")}
+        return write_manifest(folder, first["tokenizer"], first["vocab_size"], rows["train"], rows["val"],
+                              joined_sources(row for _, manifest in manifests for row in manifest["sources"]),
+                              mixture={"seed": seed, "tokens": tokens, "sources": sources})
+
+
+def source_name(folder):
+    return os.path.basename(os.path.realpath(folder))
+
+
+def mix_problems(manifests, shares, tokens):
+    """What is wrong with the sources of a mixture."""
+    problems = part_problems(manifests) if all("part" not in manifest for _, manifest in manifests) else [
+        f"{folder}: it is part {manifest['part'][0]}/{manifest['part'][1]}; merge the parts first"
+        for folder, manifest in manifests if "part" in manifest]
+    problems += not_mixed(manifests)
+    names = Counter(source_name(folder) for folder in dict.fromkeys(os.path.realpath(row[0]) for row in manifests))
+    problems += [f"{times} folders have the name {name}, by which a source is known; rename or link one"
+                 for name, times in names.items() if times > 1]
+    (here, first), total = manifests[0], sum(share for _, share in shares)
+    for folder, manifest in manifests[1:]:
+        problems += [f"{folder}: its {key} is {manifest[key]}, in {here} it is {first[key]}"
+                     for key in ("vocab_size", "tokenizer") if manifest[key] != first[key]]
+    problems += [f"{folder}: its share is {float(share):g} of {float(total):g}; at least {LEAST_SHARE} of the whole is "
+                 "wanted" for folder, share in shares if share <= 0 or share < LEAST_SHARE * total]
+    problems += [f"{folder}: it has no training text" for folder, manifest in manifests if not manifest["train"]]
+    return problems + ([f"--tokens is {tokens:,}; it must not be negative"] if tokens < 0 else [])
+
+
+def not_mixed(manifests):
+    return [f"{folder}: it is a mixture; its sources cannot change or grow, so change them and mix anew"
+            for folder, manifest in manifests if "mixture" in manifest]
+
+
 def append(data_dir, folders, progress=True):
     """Appends the training shards of data folders to that of data_dir, all of them at one instant; its manifest.
 
@@ -337,14 +400,17 @@ def append(data_dir, folders, progress=True):
     """
     with locked(Path(data_dir)):
         manifest = read_manifest(data_dir)
+        if refused := not_mixed([(data_dir, manifest)]):
+            raise ValueError(f"nothing was appended to {refused[0]}")
         news = [(folder, *verify(folder, progress)) for folder in folders]
         problems = [f"{folder}: {problem}" for folder, _, found in news for problem in found]
         news = [(folder, new) for folder, new, _ in news]
-        problems += [problem for folder, new in news for problem in append_problems(manifest, folder, new)]
+        problems += not_mixed(news) or [problem for folder, new in news
+                                        for problem in append_problems(manifest, folder, new)]
         problems += part_problems([*news, (data_dir, {})]) if not problems else []
         if problems:
             raise ValueError(f"nothing was appended to {data_dir}:\n  " + "\n  ".join(problems))
-        rows = link_shards(Path(data_dir), "train", next_number(manifest["train"]), news)
+        rows = link_shards(Path(data_dir), "train", next_number(manifest["train"]), news, "train")
         fsync_folder(data_dir)
         grown_manifest = manifest | {"train": [*manifest["train"], *rows], "sources": joined_sources(
             [*manifest["sources"], *(train_only(row) for _, new in news for row in new["sources"])])}
@@ -407,7 +473,8 @@ def run_state(out_dir):
                 with contextlib.suppress(ValueError, KeyError):  # the last line may be torn, a rate not known
                     rates.append(float(json.loads(line)["tokens_per_s"]))
     return {"step": trainer["step"], "windows": trainer["windows"], "segments": trainer["segments"],
-            "block_size": trainer["settings"]["block_size"], "tokens_per_s": float(np.median(rates)) if rates else 0}
+            "source_tokens": trainer.get("source_tokens"), "block_size": trainer["settings"]["block_size"],
+            "tokens_per_s": float(np.median(rates)) if rates else 0}
 
 
 def undrawn(manifest, run):
@@ -416,7 +483,9 @@ def undrawn(manifest, run):
     After a growth the next pass runs over what is new, so what is undrawn is what is left of that pass, and what was
     appended since. A window on a border counts once.
     """
-    first, shards = run["segments"][-1]
+    first, shards, *mixture = run["segments"][-1]
+    if mixture:  # it does not grow
+        return max((mixture[0]["tokens"] - 1) // run["block_size"] - run["windows"], 0), 0
     taken_up = sum(shard["tokens"] for shard in shards)
     covered = sum(shard["tokens"] for shard in run["segments"][-2][1]) if len(run["segments"]) > 1 else 0
     left = max(first + (taken_up - covered - 1) // run["block_size"] - run["windows"], 0)
@@ -429,10 +498,15 @@ def print_run(out_dir, manifest):
     """Says how much of the data a run has drawn. Raises ValueError where they are not the data of that run."""
     run = run_state(out_dir)
     grown(run["segments"][-1][1], manifest["train"])
+    recorded, present = run["segments"][-1][2:], [manifest["mixture"]] if "mixture" in manifest else []
+    if list(map(placeless, recorded)) != list(map(placeless, present)):
+        raise ValueError(f"the run in {out_dir} draws from another mixture than the one in these data")
     left, waiting = undrawn(manifest, run)
     drawn = run["windows"] * run["block_size"]
     print(f"{out_dir}\n  step {run['step']:,}, {run['windows']:,} windows drawn, {drawn:,} tokens\n"
           f"  {left:,} windows not drawn yet, {waiting:,} of them not taken up yet")
+    if run["source_tokens"]:
+        print_mixture(manifest, run["source_tokens"])
     if not left:
         print("  all data have been drawn; the run goes over them again until more is appended")
     elif run["tokens_per_s"]:
@@ -526,6 +600,24 @@ def merge_command(args):
     print_summary(args.out, merge(args.out, args.parts))
 
 
+def mix_command(args):
+    manifest = mix(args.out, args.sources, args.tokens, args.seed)
+    print_summary(args.out, manifest)
+    print_mixture(manifest)
+
+
+def print_mixture(manifest, drawn=None):
+    """The shares of a mixture's sources and how often its tokens go through each, or a run has."""
+    mixture = manifest["mixture"]
+    total = sum(source["share"] for source in mixture["sources"])
+    print(f"  {mixture['tokens']:,} tokens count as a pass of the mixture")
+    for source in mixture["sources"]:
+        wanted = mixture["tokens"] * source["share"] // total if drawn is None else drawn[source["name"]]
+        print(f"  {source['name']}: share {source['share'] / total:.4f}, {source['tokens']:,} train and "
+              f"{source['val_tokens']:,} val tokens, {wanted:,} tokens {'drawn' if drawn else 'to draw'} = "
+              f"{wanted / source['tokens']:.2f} passes of it")
+
+
 def append_command(args):
     print_summary(args.dir, append(args.dir, args.new))
 
@@ -541,6 +633,8 @@ def status_command(args):
     block_size = run_state(args.out_dir)["block_size"] if args.out_dir else args.block_size
     print(f"  {max((tokens - 1) // block_size, 0):,} training windows of {block_size:,} tokens\n"
           "  every file is there and has its size; 'verify' compares the hashes")
+    if "mixture" in manifest and not args.out_dir:
+        print_mixture(manifest)
     if args.out_dir:
         print_run(args.out_dir, manifest)
 
@@ -562,6 +656,12 @@ def part(word):
     if not 1 <= number <= count:
         raise ValueError
     return number, count
+
+
+def share(word):
+    """(folder, share) of 'folder=share'."""
+    folder, number = word.rsplit("=", 1)
+    return folder, fractions.Fraction(number)
 
 
 def parse(words):
@@ -627,6 +727,14 @@ def parse(words):
     merges = commands.add_parser("merge", help="the parts of a build, or whole data folders, as one")
     merges.add_argument("parts", nargs="+", metavar="PART", help="a data folder; its shards are linked, not copied")
 
+    mixes = commands.add_parser("mix", help="a data folder that draws from others in given shares")
+    mixes.add_argument("sources", nargs="+", type=share, metavar="DIR=SHARE",
+                       help="a data folder and its share of the tokens, as in data/web=0.7 data/code=0.3; the shares "
+                            "need not add up to 1. Its shards are linked, not copied, as they are now")
+    mixes.add_argument("--tokens", type=int, default=0, metavar="N",
+                       help="how many count as a pass (default: as many as draw no source twice)")
+    mixes.add_argument("--seed", type=int, default=0, metavar="S", help="of the order of the sources (default 0)")
+
     appends = commands.add_parser("append", help="more training data for a folder that may be in use")
     appends.add_argument("dir", metavar="DIR")
     appends.add_argument("new", nargs="+", metavar="NEW", help="a data folder; its training shards are linked")
@@ -639,7 +747,7 @@ def parse(words):
     statuses.set_defaults(run=status_command)
 
     for command, run in ((build, build_command), (stdlib, stdlib_command), (imports, import_command),
-                         (merges, merge_command)):
+                         (merges, merge_command), (mixes, mix_command)):
         command.add_argument("--out", required=True, metavar="DIR", help="the data folder to make")
         command.set_defaults(run=run)
     return parser.parse_args(words)

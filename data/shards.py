@@ -3,12 +3,15 @@
 import bisect
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +22,7 @@ ID = np.dtype("<u2")  # a token id on disk
 LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
 OPEN_SHARDS = 128  # file descriptors held by a stream
 HASH_BYTES_PER_S = 200e6
+LEAST_SHARE = 0.001  # of a source in a mixture: some windows of each of the trainer's blocks of 10,000
 
 
 # -- the manifest
@@ -41,7 +45,15 @@ def read_manifest(data_dir):
 def fingerprint(manifest):
     """sha256 of what a run depends on: dtype, vocabulary, tokenizer and shards, not where they came from."""
     seen = {key: manifest[key] for key in ("dtype", "vocab_size", "tokenizer", "train", "val")}
+    if "mixture" in manifest:
+        seen["mixture"] = placeless(manifest["mixture"])
     return hashlib.sha256(json.dumps(seen, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def placeless(mixture):
+    """A manifest's mixture without the places of its sources."""
+    return mixture | {"sources": [{key: value for key, value in source.items() if key != "folder"}
+                                  for source in mixture["sources"]]}
 
 
 def load_manifest(data_dir):
@@ -86,9 +98,33 @@ def manifest_problems(manifest):
             problems.append(f"{key} is {manifest.get(key)!r}, not a list")
     if manifest.get("train") == [] and "part" not in manifest:  # a part of few files may have none
         problems.append("train lists no shard")
+    if "mixture" in manifest and not problems:
+        problems += mixture_problems(manifest)
     times = Counter(shard["file"] for shard in all_shards(manifest) if has_fields(shard, {"file": str}))
     problems += [f"{name} is listed {n} times" for name, n in times.items() if n > 1]
     return [f"manifest.json: {problem}" for problem in problems]
+
+
+def mixture_problems(manifest):
+    """What is wrong with the mixture in a manifest: its sources must account for all shards."""
+    mixture, problems = manifest["mixture"], []
+    fields = {"name": str, "share": int, "train_shards": int, "tokens": int, "val_shards": int, "val_tokens": int}
+    sources = mixture.get("sources") if has_fields(mixture, {"seed": int, "tokens": int, "sources": list}) else None
+    if not sources or not all(has_fields(source, fields) for source in sources):
+        return [f"mixture is {mixture!r}, not an object with seed, tokens and sources, each with {', '.join(fields)}"]
+    for split, shards, tokens in (("train", "train_shards", "tokens"), ("val", "val_shards", "val_tokens")):
+        rows = iter(manifest[split])
+        for source in sources:
+            found = sum(row.get("tokens", 0) for row in itertools.islice(rows, source[shards]))
+            if found != source[tokens]:
+                problems.append(f"mixture: source {source['name']} has {source[tokens]:,} tokens in {source[shards]} "
+                                f"{split} shards, the list of shards {found:,}")
+        if left := len(list(rows)):
+            problems.append(f"mixture: {left} {split} shards belong to none of its sources")
+    least = sum(source["share"] for source in sources) * LEAST_SHARE
+    problems += [f"mixture: the share of {source['name']} is below {LEAST_SHARE}" for source in sources
+                 if source["share"] < least]
+    return problems
 
 
 def shard_problems(data_dir, shard):
@@ -134,7 +170,9 @@ def grown(recorded, present):
 
 def growth(data_dir, recorded):
     """The train shards of a folder where they have grown from the list `recorded`, else None. Raises as `grown`."""
-    return grown(recorded, read_manifest(data_dir)["train"])
+    manifest = read_manifest(data_dir)
+    present = grown(recorded, manifest["train"])
+    return None if "mixture" in manifest else present
 
 
 def check_fingerprint(manifest, recorded, data_dir):
@@ -142,6 +180,74 @@ def check_fingerprint(manifest, recorded, data_dir):
     if (found := fingerprint(manifest)) != recorded:
         raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer or validation "
                          f"shards differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
+
+
+class Part(NamedTuple):
+    """A source's part of a stream of tokens."""
+    name: str
+    share: float  # of a mixture; a whole number in train, in val one of 1
+    first_token: int
+    tokens: int
+
+
+class Mixture(NamedTuple):
+    """Several sources in one stream of train tokens."""
+    seed: int
+    sources: tuple
+
+    def windows_before(self, window):
+        """How many of the first `window` windows of a job are of each source (int64): shares rounded to less than one,
+        that add up."""
+        ends = [0, *itertools.accumulate(source.share for source in self.sources)]
+        return np.diff([window * end // ends[-1] for end in ends])
+
+
+def parts_of(mixture, shares, tokens):
+    """A Part for each source of a manifest's mixture; `tokens` names what counts them."""
+    ends = itertools.accumulate((source[tokens] for source in mixture["sources"]), initial=0)
+    return tuple(Part(source["name"], share, first, source[tokens])
+                 for source, share, first in zip(mixture["sources"], shares, ends))
+
+
+def first_segments(manifest):
+    """trainer.json's segments as a run begins; that of a mixture holds it too, and stays the only one."""
+    return [[0, manifest["train"], *([manifest["mixture"]] if "mixture" in manifest else [])]]
+
+
+def mixed_order(mixture):
+    """The order of windows of a mixture: ((0, tokens that count as a pass, Mixture),)."""
+    shares = [source["share"] for source in mixture["sources"]]
+    return ((0, mixture["tokens"], Mixture(mixture["seed"], parts_of(mixture, shares, "tokens"))),)
+
+
+def val_sources(manifest, block_size):
+    """A Part of the validation tokens for each source of a mixture, with shares of 1 over those that fill a window;
+    of other data one without a name."""
+    if "mixture" not in manifest:
+        return (Part("", 1.0, 0, sum(shard["tokens"] for shard in manifest["val"])),)
+    shares = [source["share"] * (source["val_tokens"] > block_size) for source in manifest["mixture"]["sources"]]
+    return parts_of(manifest["mixture"], [share / max(sum(shares), 1) for share in shares], "val_tokens")
+
+
+def windows_of(sources, starts):
+    """[(source, whether each of the windows at `starts` is of it)] for those that have any."""
+    masks = [(starts >= source.first_token) & (starts < source.first_token + source.tokens) for source in sources]
+    return [(source, mask) for source, mask in zip(sources, masks) if mask.any()]
+
+
+def losses_by_source(sources, starts, loss, block_size):
+    """{'sources': {name: mean loss per token, None if not finite}} of a mixture, from the sums of windows; else {}."""
+    means = {source.name: sum(itertools.compress(loss, mask)) / (np.count_nonzero(mask) * block_size)
+             for source, mask in windows_of(sources, starts) if source.name}
+    return {"sources": {name: mean if math.isfinite(mean) else None for name, mean in means.items()}} if means else {}
+
+
+def by_share(sources, starts, sums):
+    """The sums of windows, weighted as if each source had its share of the windows."""
+    weights = np.zeros(len(starts))
+    for source, mask in windows_of(sources, starts):
+        weights[mask] = source.share * len(starts) / np.count_nonzero(mask)
+    return (weights * np.array(sums)).tolist()
 
 
 class Tokens:
@@ -239,8 +345,8 @@ def check_unchanged(path, before):
 
 
 def changed(path, what):
-    return ValueError(f"{path} changed while this run reads it: {what}. The step was not done. 'prepare.py verify' says "
-                      "whether the file is whole now, with --repair it is fetched again; then the run can go on")
+    return ValueError(f"{path} changed while this run reads it: {what}. The step was not done. 'prepare.py verify' "
+                      "says whether the file is whole now, with --repair it is fetched again; then the run can go on")
 
 
 class ShardHasher:

@@ -36,7 +36,7 @@ TESTS = sorted(f"tests/{path.name}" for path in ROOT.glob("tests/*.py"))
 # What each file may import of the files beside it; a file that is not named here imports none of them.
 MAY_IMPORT = {
     "train.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "ranks.py", "sample.py", "hub.py",
-                 "watch.py", "data/prepare.py"},
+                 "watch.py", "data/prepare.py", "data/shuffle.py"},
     "watch.py": {"checkpoint.py", "hub.py"},
     "sample.py": {"configurator.py", "model.py", "checkpoint.py", "preflight.py", "hub.py",
                   "data/prepare.py"},

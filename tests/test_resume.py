@@ -305,3 +305,57 @@ def test_a_shard_cut_off_under_a_run_ends_it_before_a_wrong_update(tmp_path, dat
         [ranks] = run_ranks(world_size, tmp_path, (words_of(name, folder), {}))
         assert ranks[0][0] == 0, ranks
     assert_same(out, tmp_path / "straight")
+
+
+# -- the end of a segment
+
+def stops(folder):
+    return [(row["step"], row["reason"]) for row in events(folder, "stop")]
+
+
+def test_a_session_stops_at_the_end_of_a_segment_and_goes_on_with_what_was_appended(tmp_path):
+    """43 windows are five whole steps of 8; the sixth draws what is left and then what is new."""
+    for name in ("never", "queue"):
+        folder = write_data(tmp_path / f"data-{name}", 700)
+        words = functools.partial(words_of, tmp_path / name, folder, max_steps=14, milestone_at_segment_end=True)
+        if name == "queue":
+            for _ in range(2):  # nothing is drawn again while there is nothing new
+                code, text = session(words(stop_at_segment_end=True))
+                assert code == 0 and "all data have been drawn" in text, text
+                assert status(tmp_path / name) == ("stopped", "segment", 5) and reached(tmp_path / name) == 5
+            append_shard(folder, 300)
+            assert session(words(stop_at_segment_end=True))[0] == 0
+            assert stops(tmp_path / name) == [(5, "segment"), (5, "segment"), (7, "segment")]
+            assert session(words())[0] == 0
+        else:
+            grow = functools.partial(append_shard, folder, 300)
+            assert session(words(), train_step=before_step(2, grow))[0] == 0
+    assert_same(tmp_path / "queue", tmp_path / "never")
+    for name in ("never", "queue"):
+        found = sorted(path.name for path in (tmp_path / name / "milestones").iterdir())
+        assert found == ["step_00000005", "step_00000007"], "43 + 18 windows are drawn within step 8"
+
+
+def test_an_end_of_a_segment_between_two_steps_is_met_exactly(tmp_path):
+    folder = write_data(tmp_path / "data", 16 * 40 + 5)  # 40 windows: five steps
+    words = functools.partial(words_of, tmp_path / "out", folder, max_steps=14, stop_at_segment_end=True)
+    for _ in range(2):
+        assert session(words())[0] == 0
+        assert status(tmp_path / "out") == ("stopped", "segment", 5)
+    append_shard(folder, 16 * 16 + 1)  # two more
+    assert session(words())[0] == 0
+    assert stops(tmp_path / "out") == [(5, "segment"), (5, "segment"), (7, "segment")]
+    assert [row["window"] for row in events(tmp_path / "out", "append")] == [40]
+    drawn = [window for [step] in by_step(tmp_path / "out" / "windows.jsonl", "windows").values() for window in step]
+    assert sorted(drawn) == [[0, window] for window in range(40)] + [[1, window] for window in range(16)]
+
+
+def test_an_append_while_the_session_runs_stops_it_at_the_end_of_the_segment_too(tmp_path):
+    folder = write_data(tmp_path / "data", 700)
+    words = words_of(tmp_path / "out", folder, max_steps=14, stop_at_segment_end=True)
+    grow = before_step(3, functools.partial(append_shard, folder, 300))
+    [ranks] = run_ranks(2, tmp_path, (words, {"train_step": grow}))
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    assert status(tmp_path / "out") == ("stopped", "segment", 5) and not events(tmp_path / "out", "append")
+    assert session(words)[0] == 0
+    assert status(tmp_path / "out") == ("stopped", "segment", 7) and len(events(tmp_path / "out", "append")) == 1

@@ -252,9 +252,9 @@ def test_vocabulary_and_length_of_the_data():
     assert preflight.vocabulary_of(50304, 50257, "data/x") == 50304
     with pytest.raises(ValueError, match="vocab_size is 256, but data/x has ids up to 256"):
         preflight.vocabulary_of(256, 257, "data/x")
-    preflight.check_length(9, 8, "data/x")
+    preflight.check_length((0, 9), 8, "data/x")
     with pytest.raises(ValueError, match="data/x has 8 train tokens; a window of block_size 8 needs .* 9"):
-        preflight.check_length(8, 8, "data/x")
+        preflight.check_length((0, 8), 8, "data/x")
 
 
 # -- settings against each other and against a resumed run
