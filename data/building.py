@@ -170,11 +170,15 @@ class Progress:
     def __init__(self, total_bytes, shown, begun_at=0):
         self.total, self.shown, self.begun_at, self.position = total_bytes, shown, begun_at, begun_at
         self.done, self.tokens = 0, 0  # in this session
-        self.terminal = sys.stderr.isatty()
+        self.terminal, self.one = sys.stderr.isatty(), threading.Lock()
         self.started = self.printed = time.monotonic()
 
     def add(self, size, tokens, position=None):
         """Counts bytes of text and tokens; position is how many of total_bytes are behind, where these are others."""
+        with self.one:  # verify counts from several threads
+            self.count(size, tokens, position)
+
+    def count(self, size, tokens, position):
         self.done, self.tokens = self.done + size, self.tokens + tokens
         self.position = self.begun_at + self.done if position is None else position
         now = time.monotonic()

@@ -4,8 +4,11 @@ import contextlib
 import fnmatch
 import os
 import re
+from pathlib import Path
 
 from data.sources import File, Source, kind_of
+
+ON_THE_HUB = r"([\w.-]+/[\w.-]+)(?:@(.+))?"
 
 
 def hub_source(given, glob):
@@ -13,22 +16,52 @@ def hub_source(given, glob):
 
     The revision is resolved to a commit, so that the files stay what they are. Raises ValueError where there are none.
     """
-    found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@(.+))?", given)
+    found = re.fullmatch(f"hf:{ON_THE_HUB}", given)
     if not found:
         raise ValueError(f"{given!r} names no dataset; write hf:owner/name or hf:owner/name@revision")
-    name, revision = found[1], found[2] or "main"
-    with asking(f"the dataset {name} at {revision}"):
-        from huggingface_hub import HfApi
-
-        commit = HfApi().dataset_info(name, revision=revision).sha
-        tree = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
-        sizes = {entry.path: entry.size for entry in tree if hasattr(entry, "size")}  # folders have none
+    name, commit, entries = files_of(found[1], found[2] or "main")
+    sizes = {path: entry.size for path, entry in entries.items()}
     paths = sorted(path for path in sizes if (fnmatch.fnmatchcase(path, glob) if glob else kind_of(path) != "text"))
     if not paths:
         wanted = f"matches {glob!r}" if glob else "is parquet or JSON lines"
         raise ValueError(f"no file of {name} at {commit[:12]} {wanted}; there are {', '.join(sorted(sizes)[:20])}. "
                          "--glob chooses, as in --glob 'sample/10BT/*.parquet'")
     return Source(f"hf:{name}", commit, [File(f"hf:{name}@{commit}/{path}", sizes[path], 0) for path in paths])
+
+
+def files_of(name, revision):
+    """(name, commit, {path: what the Hub says of the file}) of a dataset repository."""
+    with asking(f"the dataset {name} at {revision}"):
+        from huggingface_hub import HfApi
+
+        commit = HfApi().dataset_info(name, revision=revision).sha
+        tree = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
+        return name, commit, {entry.path: entry for entry in tree if hasattr(entry, "size")}  # folders have none
+
+
+def places_of(given, shards):
+    """[(shard, its file as `downloaded` wants it, or '' where there is none)] for rows with file and sha256 in the
+    dataset repository owner/name[@revision]: the file with that hash, else one with that name."""
+    found = re.fullmatch(ON_THE_HUB, given.removeprefix("hf:"))
+    if not found:
+        raise ValueError(f"--repair is {given!r}; write owner/name or owner/name@revision, a dataset on the Hub")
+    name, commit, entries = files_of(found[1], found[2] or "main")
+    by_name = {os.path.basename(path): path for path in sorted(entries, reverse=True)}
+    by_hash = {entry.lfs.sha256: path for path, entry in entries.items() if entry.lfs}
+    paths = [by_hash.get(shard["sha256"]) or by_name.get(shard["file"]) for shard in shards]
+    return [(shard, path and f"hf:{name}@{commit}/{path}") for shard, path in zip(shards, paths)]
+
+
+def tokenizer_on_the_hub(given):
+    """The path of the tokenizer.json of owner/name[@revision], downloaded into the client's cache, or '' where `given`
+    names no repository."""
+    found = re.fullmatch(ON_THE_HUB, given.removeprefix("hf:"))
+    if not found or os.path.exists(given) or given.endswith(".json"):
+        return ""
+    with asking(f"tokenizer.json of {given} (nor is there a file or folder of that name here)"):
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(found[1], "tokenizer.json", revision=found[2])
 
 
 @contextlib.contextmanager
@@ -42,7 +75,7 @@ def downloaded(name, folder):
         local = hf_hub_download(repo, path, repo_type="dataset", revision=commit, local_dir=folder or None)
     yield local
     if folder:
-        os.remove(local)
+        Path(local).unlink(missing_ok=True)  # it may have been moved to its place
 
 
 @contextlib.contextmanager

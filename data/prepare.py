@@ -46,14 +46,15 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from data.building import Options, Progress, build_data, locked, report, sample_texts
-from data.download import hub_source
+from data.download import downloaded, hub_source, places_of, tokenizer_on_the_hub
 from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest,
                          manifest_problems, placeless, read_manifest, shard_problems, shard_row, write_file,
                          write_json, write_manifest)
 from data.shards import (ShardHasher, Tokens, by_share, check_fingerprint, first_segments,  # the trainer asks here
                          grown, growth, losses_by_source, mixed_order, val_sources)
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
-from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, named_tokenizer, train_bpe
+from data.vocabulary import BYTES, GPT2, LARGEST_VOCAB, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
+from data.vocabulary import named_tokenizer as tokenizer_here
 
 
 # -- what the trainer opens
@@ -109,6 +110,11 @@ def build_stdlib(out_dir, progress=True):
 
 
 # -- importing and verifying
+
+
+def named_tokenizer(word, vocab_size=0):
+    """The tokenizer named on the command line, here or as owner/name[@revision] on the Hub."""
+    return tokenizer_here(tokenizer_on_the_hub(word) or word, vocab_size)
 
 
 @contextlib.contextmanager
@@ -174,25 +180,67 @@ def verify(data_dir, progress=True):
 
     Raises ValueError where the manifest itself cannot be used.
     """
+    manifest, found = look_through(data_dir, progress)
+    return manifest, [problem for _, problems in found for problem in problems]
+
+
+def look_through(data_dir, progress):
+    """The manifest and [(row of a file, its problems)] of all files that it lists, read side by side on all cores."""
     manifest = load_manifest(data_dir)
     problems = manifest_problems(manifest)
     if problems:
         raise ValueError(f"{data_dir} cannot be verified:\n  " + "\n  ".join(problems))
     by_size = [(shard, shard_problems(data_dir, shard)) for shard in all_shards(manifest)]
     bar = Progress(sum(shard["bytes"] for shard, wrong in by_size if not wrong), progress)
-    if manifest["tokenizer"]["kind"] == "tokenizer.json" and not tokenizer_file(data_dir, manifest):
-        problems.append("tokenizer.json: the file is missing or has another sha256 than the manifest says")
-    for shard, wrong in by_size:
-        problems += wrong
-        if not wrong:
-            name, path = shard["file"], os.path.join(data_dir, shard["file"])
-            sha256, _, beyond = scan(path, shard["header_bytes"], manifest["vocab_size"], -1, bar)
-            if sha256 != shard["sha256"]:
-                problems.append(f"{name}: sha256 is {sha256}, in the manifest {shard['sha256']}")
-            if beyond:
-                problems.append(f"{name}: {beyond}")
+    one = functools.partial(problems_in, data_dir, manifest["vocab_size"], bar)
+    found, pool = [], concurrent.futures.ThreadPoolExecutor(os.cpu_count())  # hashing leaves the others the interpreter
+    try:
+        found += zip([shard for shard, _ in by_size], pool.map(one, *zip(*by_size)))
+    finally:
+        pool.shutdown(cancel_futures=True)
     bar.end()
-    return manifest, problems
+    if manifest["tokenizer"]["kind"] == "tokenizer.json" and not tokenizer_file(data_dir, manifest):
+        found.append(({"file": "tokenizer.json", "sha256": manifest["tokenizer"]["sha256"]}, [
+            "tokenizer.json: the file is missing or has another sha256 than the manifest says"]))
+    return manifest, found
+
+
+def problems_in(data_dir, vocab_size, bar, shard, by_size):
+    """What is wrong with a shard: by its size, else by what is in it."""
+    if by_size:
+        return by_size
+    name = shard["file"]
+    sha256, _, beyond = scan(os.path.join(data_dir, name), shard["header_bytes"], vocab_size, -1, bar)
+    changed = [f"{name}: sha256 is {sha256}, in the manifest {shard['sha256']}"] * (sha256 != shard["sha256"])
+    return changed + [f"{name}: {beyond}"] * bool(beyond)
+
+
+def repair(data_dir, rows, given):
+    """Fetches these files of a data folder again from a dataset repository on the Hub; what was wrong with that.
+
+    Each takes its place at one instant, once it has the recorded hash; one that has not changes nothing.
+    """
+    problems, aside = [], Path(data_dir, ".repair")
+    with locked(Path(data_dir)):
+        for row, place in places_of(given, rows):
+            if not place:
+                problems.append(f"{row['file']}: {given} has no file with its sha256 or its name")
+                continue
+            with downloaded(place, aside) as local:
+                if (sha256 := scan(local, 0, LARGEST_VOCAB, -1, Progress(0, False))[0]) == row["sha256"]:
+                    put(Path(local), Path(data_dir, row["file"]))
+                else:
+                    problems.append(f"{row['file']}: {place} has sha256 {sha256}, in the manifest {row['sha256']}")
+        shutil.rmtree(aside, ignore_errors=True)
+    return problems
+
+
+def put(path, place):
+    """Moves a file to its place at one instant; what the place was a link to stays as it is."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(path, place)
+    fsync_folder(place.parent)
 
 
 def header_of(path):
@@ -640,9 +688,16 @@ def status_command(args):
 
 
 def verify_command(args):
-    manifest, problems = verify(args.dir)
-    for problem in problems:
+    manifest, found = look_through(args.dir, True)
+    for problem in (problems := [problem for _, wrong in found for problem in wrong]):
         print(problem, file=sys.stderr)
+    if problems and args.repair:
+        damaged = [row for row, wrong in found if wrong]
+        for problem in (problems := repair(args.dir, damaged, args.repair)):
+            print(problem, file=sys.stderr)
+        print(f"{len(damaged) - len(problems):,} of {len(damaged):,} file(s) fetched again from {args.repair}",
+              file=sys.stderr)
+        file_of_sha256.cache_clear()
     if problems:
         print(f"{args.dir} is damaged: {len(problems):,} problem(s) above", file=sys.stderr)
         return 1
@@ -676,7 +731,8 @@ def parse(words):
     build.add_argument("--glob", default="", metavar="PATTERN",
                        help="which files of hf:, as in 'sample/10BT/*.parquet' (default: parquet and JSON lines)")
     build.add_argument("--tokenizer", default="", metavar="NAME",
-                       help="bytes (default), tiktoken's gpt2, r50k_base or p50k_base, a tokenizer.json or its folder")
+                       help="bytes (default), tiktoken's gpt2, r50k_base or p50k_base, a tokenizer.json or its folder, "
+                            "or owner/name[@revision]: that of a repository on the Hub")
     build.add_argument("--document-separator", default="", metavar="TEXT",
                        help="what stands between the documents of a text file; without it a file is one document")
     build.add_argument("--text-column", default="text", metavar="NAME",
@@ -709,6 +765,8 @@ def parse(words):
 
     verifies = commands.add_parser("verify", help="read every shard; exit 0 if whole, 1 if damaged")
     verifies.add_argument("dir", metavar="DIR")
+    verifies.add_argument("--repair", default="", metavar="OWNER/NAME",
+                          help="fetch what is damaged again from a dataset on the Hub, found by its hash or name")
     verifies.set_defaults(run=verify_command)
 
     trains = commands.add_parser("train-tokenizer", help="a byte-level BPE of a size you choose, as a tokenizer.json")

@@ -11,6 +11,8 @@ from hub_server import TOKENS, Hub
 from test_prepare import build, sentences, texts_of
 from test_sources import ROOT, all_bytes, lines, parquet
 
+from data import prepare
+
 REPO = "datasets/owner/web"
 
 
@@ -36,7 +38,11 @@ sys.exit(prepare.main(sys.argv[1:]))
 
 
 def command(hub, tmp_path, *words, given=("hf:owner/web",)):
-    words = ["build", *given, "--out", str(tmp_path / "out"), "--glob=data/*", *words]
+    return started(hub, tmp_path, "build", *given, "--out", tmp_path / "out", "--glob=data/*", *words)
+
+
+def started(hub, tmp_path, *words):
+    words = list(map(str, words))
     environment = hub.environment(tmp_path / "home", "read") | {"PYTHONPATH": ROOT}
     return subprocess.Popen([sys.executable, "-c", SCRIPT, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env=environment)
@@ -135,3 +141,81 @@ def test_without_a_glob_parquet_and_json_lines_are_taken(hub, tmp_path):
     assert done(hub, tmp_path, "--glob=") == (0, "")
     row, = json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"]
     assert row["documents"] == 161
+
+
+# -- what was damaged, fetched again
+
+
+@pytest.fixture
+def shards(hub, tmp_path):
+    """A data folder, and its shards on the Hub: one under another name, so large that the Hub knows its hash."""
+    command = ["build", tmp_path / "local", "--out", tmp_path / "data", "--shard-tokens=20000", "--val-ratio=0.1"]
+    assert prepare.main([str(word) for word in command]) == 0
+    files = all_bytes(tmp_path / "data")
+    hub.create("datasets/owner/shards")
+    names = {"train-00000.bin": "old/web_000007.bin"}
+    hub.commit("datasets/owner/shards", {names.get(name, name): content for name, content in files.items()})
+    return tmp_path / "data"
+
+
+def verified(hub, tmp_path, *words):
+    process = started(hub, tmp_path, "verify", tmp_path / "data", *words)
+    return process.wait(60), *process.communicate()
+
+
+def damage(folder):
+    flipped = bytearray((folder / "train-00000.bin").read_bytes())
+    flipped[50] ^= 1
+    (folder / "train-00000.bin").write_bytes(flipped)
+    os.truncate(folder / "train-00001.bin", 10)
+    os.remove(folder / "val-00000.bin")
+
+
+def test_repair_fetches_what_is_damaged_and_nothing_else(hub, shards, tmp_path):
+    whole = all_bytes(shards)
+    (tmp_path / "linked.bin").hardlink_to(shards / "train-00000.bin")
+    damage(shards)
+    linked = (tmp_path / "linked.bin").read_bytes()
+    assert verified(hub, tmp_path)[0] == 1
+    status, said, message = verified(hub, tmp_path, "--repair=owner/shards")
+    assert status == 0 and "every shard is what the manifest says" in said, message
+    assert "train-00000.bin: sha256 is" in message and "3 of 3 file(s) fetched again from owner/shards" in message
+    assert all_bytes(shards) == whole, "and nothing is left beside them"
+    assert (tmp_path / "linked.bin").read_bytes() == linked
+    assert not downloads(hub, "train-00002.bin")
+
+
+def test_repair_takes_no_file_with_another_hash(hub, shards, tmp_path):
+    damage(shards)
+    hub.commit("datasets/owner/shards", {"train-00001.bin": b"\1\0" * 20000})
+    damaged = (shards / "train-00001.bin").read_bytes()
+    status, _, message = verified(hub, tmp_path, "--repair=owner/shards@main")
+    assert status == 1 and "train-00001.bin: hf:owner/shards@" in message and "2 of 3 file(s)" in message, message
+    assert (shards / "train-00001.bin").read_bytes() == damaged
+    status, _, message = verified(hub, tmp_path, "--repair=owner/web")
+    assert status == 1 and "train-00001.bin: owner/web has no file with its sha256 or its name" in message
+    status, _, message = verified(hub, tmp_path, "--repair=web")
+    assert status == 2 and "--repair is 'web'; write owner/name" in message
+    assert verified(hub, tmp_path, "--repair=owner/none")[0] == 2
+
+
+# -- a tokenizer by its name
+
+
+def test_a_tokenizer_of_the_hub_is_taken_by_its_name(hub, tmp_path):
+    train = ["train-tokenizer", tmp_path / "local", "--vocab-size=300", "--out", tmp_path / "own.json"]
+    assert prepare.main([str(word) for word in train]) == 0
+    hub.create("owner/model")
+    hub.commit("owner/model", {"tokenizer.json": (tmp_path / "own.json").read_bytes()})
+    build(tmp_path / "wanted", tmp_path / "local", tokenizer=str(tmp_path / "own.json"))
+    for number, name in enumerate(("owner/model", "hf:owner/model@main")):
+        out = tmp_path / f"out{number}"
+        process = started(hub, tmp_path, "build", tmp_path / "local", "--out", out, f"--tokenizer={name}")
+        _, message = process.communicate(timeout=60)
+        assert process.returncode == 0, message
+        found, wanted = all_bytes(out), all_bytes(tmp_path / "wanted")
+        assert found["tokenizer.json"] == (tmp_path / "own.json").read_bytes()
+        assert found["train-00000.bin"] == wanted["train-00000.bin"]
+    process = started(hub, tmp_path, "build", tmp_path / "local", "--out", tmp_path / "x", "--tokenizer=owner/none")
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 2 and "tokenizer.json of owner/none (nor is there a file" in message, message

@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_data
 
 from data import building, prepare, sources, vocabulary
 
@@ -496,6 +498,18 @@ def test_verify_finds_every_damage(small, monkeypatch, capsys):
     assert "no data folder" in refused(capsys, "verify", small / "nothing")
     edit(small, vocab_size=0)
     assert "vocab_size is 0" in refused(capsys, "verify", small)
+
+
+def test_verify_reads_side_by_side_and_tells_how_far_it_is(tmp_path, monkeypatch, capsys):
+    """All cores at once: each of two shards is read while the other one is."""
+    write_data(tmp_path / "data", 100, val_tokens=100)
+    both, real = threading.Barrier(2, timeout=20), prepare.scan
+    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(prepare, "scan", lambda *arguments: (both.wait(), real(*arguments))[1])
+    lines = []
+    monkeypatch.setattr(prepare.Progress, "end", lambda bar: lines.append(bar.line(1)))
+    assert prepare.verify(tmp_path / "data")[1] == []
+    assert len(lines) == 1 and "100%" in lines[0] and "200 tokens" in lines[0]
 
 
 # -- import
