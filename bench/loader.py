@@ -59,7 +59,7 @@ def write_corpus(folder, tokens):
     return rows
 
 
-def time_loader(train, stream, shape, steps, device):
+def time_loader(train, stream, shape, steps, device, seed=1337):
     """{part of a step: its microseconds in each step}: drawing, reading one forward's windows, all of it."""
     block_size, batch_size, forwards = shape
     order, count = ((0, len(stream)),), batch_size * forwards
@@ -69,7 +69,7 @@ def time_loader(train, stream, shape, steps, device):
         began = time.perf_counter()
         head = step // at_once * at_once * count
         drawn = [column[step * count - head:][:count]
-                 for column in draw(head, at_once * count, order, 1337, block_size)]
+                 for column in draw(head, at_once * count, order, seed, block_size)]
         marks = [time.perf_counter()]
         for index in range(forwards):
             train.read_windows(stream, drawn[2][index * batch_size:(index + 1) * batch_size], block_size, device)

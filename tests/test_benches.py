@@ -23,8 +23,8 @@ def loaded(name):
     return module
 
 
-startup, loader, memory, gains, tokens_to_loss, log_cost = map(loaded, (
-    "startup", "loader", "memory", "gains", "tokens_to_loss", "log_cost"))
+startup, loader, memory, gains, tokens_to_loss, log_cost, data_bench = map(loaded, (
+    "startup", "loader", "memory", "gains", "tokens_to_loss", "log_cost", "data"))
 
 
 def figures_of(name, *words):
@@ -141,6 +141,20 @@ def test_loader_runs():
     for row in found["rows"].values():
         assert 0 < row["median_us"] <= row["p99_us"] <= row["max_us"]
     assert {"a logged step", "an event"} <= found["rows"].keys() and "a logged step" in table
+
+
+def test_data_runs(gpt2_vocabulary):
+    found, table = figures_of("data", "--mb", "2", "--rounds", "1", "--tokens", "400000", "--steps", "50")
+    assert 0 < found["tokenise"]["build"] and found["tokenise"]["ratios"] == [found["tokenise"]["ratio"]]
+    assert found["cold"]["read a forward"]["n"] == found["cold"]["step"]["n"] == 50
+    assert list(found["size"]) == ["1e+06", "1e+08", "1e+10"] and "1e+10 windows" in table
+    for row in found["size"].values():
+        assert 0 < row["seconds"] < 5 and row["mb"] < 100
+
+
+def test_text_to_tokenise_is_as_much_as_was_asked_for():
+    texts = data_bench.documents(1e6)
+    assert 1e6 <= sum(len(text.encode()) for text in texts) < 2e6 and len(set(texts)) > 20
 
 
 def test_memory_runs():
