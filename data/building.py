@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import sources as reading
-from data.download import downloaded
+from data.download import Ahead
 from data.shards import ID, fsync_folder, shard_row, write_file, write_json, write_manifest
 from data.sources import BLANK, DUPLICATE, Extremes, Piece, Seen, read_pieces, without_duplicates
 from data.vocabulary import LARGEST_VOCAB, load_tokenizer
@@ -320,7 +320,9 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
     most = workers if any(file.name == "-" for file in files) else sum(file.size for file in files) // reading.CHUNK + 1
     workers = 1 if tokenizer.identity["kind"] == "bytes" else min(workers, most)
     with under_way(out_dir, plan) as (folder, journal):
-        how = how._replace(fetch=functools.partial(on_this_disk, folder="" if keep_raw else folder / "raw"))
+        names = [file.name for file in files if file.name.startswith("hf:")]
+        fetch = Ahead(names, "" if keep_raw else folder / "raw")
+        how = how._replace(fetch=functools.partial(on_this_disk, fetch=fetch))
         if tokenizer.file:
             write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
         limit = int(options.val_ratio * 2**64) if options.val_below < 0 else options.val_below
@@ -337,8 +339,8 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
                               shards["val"], journal["sources"], **split_of(journal, options))
 
 
-def on_this_disk(name, folder):
-    return downloaded(name, folder) if name.startswith("hf:") else contextlib.nullcontext(name)
+def on_this_disk(name, fetch):
+    return fetch(name) if name.startswith("hf:") else contextlib.nullcontext(name)
 
 
 def check_options(options, workers):
@@ -494,7 +496,8 @@ def sample_texts(sources, how, most_bytes, val_ratio):
     does not choose, and none that a build with this val_ratio takes for validation."""
     share = most_bytes / max(sum(file.size for source in sources for file in source.files), 1)
     limit = int(max(1 - share, val_ratio) * 2**64)  # what is above it counts as 'train'
-    how = how._replace(fetch=functools.partial(on_this_disk, folder=""))
+    names = [file.name for source in sources for file in source.files if file.name.startswith("hf:")]
+    how = how._replace(fetch=functools.partial(on_this_disk, fetch=Ahead(names, "")))
     for piece in read_pieces(sources, how, limit, Extremes()):
         if piece.split == "train" and not piece.note:
             yield piece.data.decode("utf-8", "replace")

@@ -1,9 +1,11 @@
-"""Files of a dataset repository on the Hugging Face Hub, one at a time on this disk."""
+"""Files of a dataset repository on the Hugging Face Hub, on this disk while they are read."""
 
+import concurrent.futures
 import contextlib
 import fnmatch
 import os
 import re
+import threading
 from pathlib import Path
 
 from data.sources import File, Source, kind_of
@@ -64,18 +66,55 @@ def tokenizer_on_the_hub(given):
         return hf_hub_download(found[1], "tokenizer.json", revision=found[2])
 
 
-@contextlib.contextmanager
-def downloaded(name, folder):
-    """The path of a file named as in hub_source, downloaded into the folder, or on with what is there of it, and
-    deleted afterwards; folder '' means the client's own cache, where it stays."""
+def fetched(name, folder):
+    """The path of a file named as in hub_source, downloaded into the folder, or on with what is there of it; folder ''
+    means the client's own cache."""
     repo, commit, path = re.fullmatch(r"hf:([^@]+)@(\w+)/(.+)", name).groups()
     with asking(name):
         from huggingface_hub import hf_hub_download
 
-        local = hf_hub_download(repo, path, repo_type="dataset", revision=commit, local_dir=folder or None)
+        return hf_hub_download(repo, path, repo_type="dataset", revision=commit, local_dir=folder or None)
+
+
+@contextlib.contextmanager
+def downloaded(name, folder, coming=None):
+    """A context with the path of a file, `coming` where its download has begun; deleted afterwards but from the
+    cache."""
+    local = coming and coming.result()
+    local = local or fetched(name, folder)  # where it failed: once more, and then it is said
     yield local
     if folder:
         Path(local).unlink(missing_ok=True)  # it may have been moved to its place
+
+
+class Ahead:
+    """The files of datasets, in the order of a build: called with a name it is `downloaded`, and meanwhile the next one
+    comes, so that two at most are on this disk."""
+
+    def __init__(self, names, folder):
+        self.names, self.folder, self.coming, self.place = names, folder, (None, None), -1
+
+    @contextlib.contextmanager
+    def __call__(self, name):
+        self.place = self.names.index(name, self.place + 1 if name in self.names[self.place + 1:] else 0)
+        named, coming = self.coming
+        with downloaded(name, self.folder, coming if named == name else None) as local:
+            following = self.names[self.place + 1:][:1]
+            self.coming = (following[0], self.begin(following[0])) if following not in ([], [name]) else (None, None)
+            yield local
+
+    def begin(self, name):
+        """Lets a download begin that a process which ends does not wait for; its result is '' where it failed."""
+        coming = concurrent.futures.Future()
+
+        def work():
+            path = ""
+            with contextlib.suppress(OSError, ValueError):  # said where the file is wanted
+                path = fetched(name, self.folder)
+            coming.set_result(path)
+
+        threading.Thread(target=work, daemon=True).start()
+        return coming
 
 
 @contextlib.contextmanager
