@@ -174,11 +174,10 @@ Pass = collections.namedtuple("Pass", "number first windows first_token tokens")
 
 @functools.lru_cache(2)
 def mixed_block(block, mixture, data_seed):
-    """The MIX_BLOCK windows of the job from MIX_BLOCK * block on, over several sources: (the source of each, its number
-    among the windows of that source), as two int64 arrays.
+    """MIX_BLOCK windows of the job from MIX_BLOCK * block on: the source of each, and its number in it (int64 arrays).
 
-    At each end of a block every source has had its share of all windows, to less than one. Where in the block they lie
-    is drawn; the windows of a source keep their order, so that its passes follow one another."""
+    At the ends of blocks every source has had its share of all windows, to less than one; where in a block they lie is
+    drawn. The windows of a source keep their order, so that its passes follow one another."""
     before, after = (mixture.windows_before(MIX_BLOCK * number) for number in (block, block + 1))
     places = permute(np.arange(MIX_BLOCK), MIX_BLOCK, hash64(data_seed, "mixture", mixture.seed, block))
     sources = np.repeat(np.arange(len(before)), after - before)[places.astype(np.int64)]
@@ -215,9 +214,8 @@ def pass_of(window, order, block_size):
     """The pass that holds a window of the job.
 
     `order`: [(first window of the job, train tokens then), ...], one entry per growth of the data. After a growth the
-    next pass runs over the tokens that no pass has covered, the passes after it over everything. Of a mixture it is
-    ((0, tokens that count as a pass of it, the mixture),).
-    """
+    next pass runs over the tokens that no pass has covered, the passes after it over everything. A mixture is a third
+    member of the one entry, whose tokens count as a pass."""
     number = covered = 0
     for (first, total, *_), (end, *_) in zip(order, [*order[1:], (math.inf, 0)]):
         fresh = (total - covered - 1) // block_size if covered else 0
@@ -864,9 +862,8 @@ def main():
         while True:
             pass_start = pass_starting_in(run.step * windows_per_step, windows_per_step, order, block_size)
             pass_ends = bool(pass_start and pass_start > run.segments[-1][0])  # in the step that comes
-            boundary = stop or run.step >= run.horizon or any(
-                map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval))) or pass_ends and (
-                stop_at_segment_end or milestone_at_segment_end)
+            boundary = stop or run.step >= run.horizon or pass_ends or any(
+                map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
             while len(unread) > (0 if boundary else STEPS_READ_LATE.get(kind, 0)):
                 step, read, factor, drawn = unread.popleft()
                 outcome = outcome_of(read(), opt.scaling)
@@ -900,8 +897,8 @@ def main():
                 continue  # settle what is in flight first
             at_end, in_time = run.step >= run.horizon, stop in ("", "steps", "segment")
 
-            kinds = [due(checkpoint_interval) and run.step > 0,
-                     (due(milestone_interval) or milestone_at_segment_end and pass_ends) and run.step > 0]
+            keeps = due(milestone_interval) or milestone_at_segment_end and pass_ends
+            kinds = due(checkpoint_interval) and run.step > 0, keeps and run.step > 0
             if stop or at_end:
                 while not from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1])):
                     pass

@@ -53,7 +53,7 @@ from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, 
 from data.shards import (ShardHasher, Tokens, by_share, check_fingerprint, first_segments,  # the trainer asks here
                          grown, growth, losses_by_source, mixed_order, val_sources)
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
-from data.vocabulary import BYTES, GPT2, LARGEST_VOCAB, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
+from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
 from data.vocabulary import named_tokenizer as tokenizer_here
 
 
@@ -227,7 +227,9 @@ def repair(data_dir, rows, given):
                 problems.append(f"{row['file']}: {given} has no file with its sha256 or its name")
                 continue
             with downloaded(place, aside) as local:
-                if (sha256 := scan(local, 0, LARGEST_VOCAB, -1, Progress(0, False))[0]) == row["sha256"]:
+                with open(local, "rb") as file:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                if sha256 == row["sha256"]:
                     put(Path(local), Path(data_dir, row["file"]))
                 else:
                     problems.append(f"{row['file']}: {place} has sha256 {sha256}, in the manifest {row['sha256']}")
@@ -357,6 +359,15 @@ def part_problems(manifests):
     return problems
 
 
+def held_twice(manifests):
+    """The training shards that two of the folders hold."""
+    first, problems = {}, []
+    for folder, manifest in manifests:
+        problems += [f"{folder}: its {shard['file']} is in {first[shard['sha256']]} too" for shard in manifest["train"]
+                     if first.setdefault(shard["sha256"], folder) != folder]
+    return problems
+
+
 def link_shards(folder, stem, begin, manifests, split):
     """Links the shards of the split as STEM-NUMBER.bin with the numbers from begin on, and returns their rows."""
     rows = []
@@ -421,7 +432,7 @@ def mix_problems(manifests, shares, tokens):
     problems = part_problems(manifests) if all("part" not in manifest for _, manifest in manifests) else [
         f"{folder}: it is part {manifest['part'][0]}/{manifest['part'][1]}; merge the parts first"
         for folder, manifest in manifests if "part" in manifest]
-    problems += not_mixed(manifests)
+    problems += not_mixed(manifests) + held_twice(manifests)
     names = Counter(source_name(folder) for folder in dict.fromkeys(os.path.realpath(row[0]) for row in manifests))
     problems += [f"{times} folders have the name {name}, by which a source is known; rename or link one"
                  for name, times in names.items() if times > 1]
@@ -455,7 +466,7 @@ def append(data_dir, folders, progress=True):
         news = [(folder, new) for folder, new, _ in news]
         problems += not_mixed(news) or [problem for folder, new in news
                                         for problem in append_problems(manifest, folder, new)]
-        problems += part_problems([*news, (data_dir, {})]) if not problems else []
+        problems += part_problems([*news, (data_dir, {})]) + held_twice(news) if not problems else []
         if problems:
             raise ValueError(f"nothing was appended to {data_dir}:\n  " + "\n  ".join(problems))
         rows = link_shards(Path(data_dir), "train", next_number(manifest["train"]), news, "train")

@@ -1,4 +1,24 @@
-"""The data folder: its manifest, what is wrong with it, and the tokens of its shards as the trainer reads them."""
+"""The data folder: its manifest, what is wrong with it, and the tokens of its shards as the trainer reads them.
+
+The manifest, manifest.json, is an object with these keys; a run's data fingerprint is of those marked *:
+
+format      1
+dtype *     "uint16": of the ids, little-endian
+vocab_size *
+            ids are below it
+tokenizer * {"kind": "bytes", "tiktoken", "tokenizer.json" (which lies beside it) or "none", "name", "sha256", "eot"}
+train *, val *
+            shards in the order of the stream: {"file", "tokens", "bytes", "header_bytes": 0 or 1024, "sha256"}
+sources     where they come from, not read by a run: {"name", "revision" (a commit on the Hub, else ''), "documents",
+            "tokens"}, both with those for validation; and where there are any "val_documents" and "val_tokens", which
+            are for validation, "malformed", "blank" and "duplicates", records that were left out
+split       of a build: {"val_below": documents whose hash is below it are for validation, "dedup": whether duplicates
+            were dropped}
+part        [i, n] of a build of the i-th of n parts of its files, until they are merged
+mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count as a pass, "sources": [{"name",
+            "share": a whole number, "folder" (not in the fingerprint), "fingerprint": of its data, "train_shards", "tokens",
+            "val_shards", "val_tokens": how much of the lists above is its}]}, in the order of these lists
+"""
 
 import bisect
 import contextlib

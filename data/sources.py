@@ -103,7 +103,7 @@ def part_of(sources, number, count):
             if file.name == "-":
                 raise ValueError("standard input cannot be divided; give --part with files")
             middle = behind + file.size / 2
-            if int(count * middle / max(total, 1)) == number - 1:
+            if min(int(count * middle / max(total, 1)), count - 1) == number - 1:  # an empty file at the end too
                 files.append(file)
             behind += file.size
         parts.append(source._replace(files=files))

@@ -230,6 +230,18 @@ def test_repair_takes_no_file_with_another_hash(hub, shards, tmp_path):
     assert verified(hub, tmp_path, "--repair=owner/none")[0] == 2
 
 
+def test_repair_fetches_a_lost_tokenizer_too(hub, tmp_path):
+    train = ["train-tokenizer", tmp_path / "local", "--vocab-size=300", "--out", tmp_path / "own.json"]
+    assert prepare.main([str(word) for word in train]) == 0
+    build(tmp_path / "data", tmp_path / "local", tokenizer=str(tmp_path / "own.json"))
+    hub.create("datasets/owner/shards")
+    hub.commit("datasets/owner/shards", all_bytes(tmp_path / "data"))
+    (tmp_path / "data" / "tokenizer.json").unlink()
+    status, _, message = verified(hub, tmp_path, "--repair=owner/shards")
+    assert status == 0 and "1 of 1 file(s) fetched again" in message, message
+    assert (tmp_path / "data" / "tokenizer.json").read_bytes() == (tmp_path / "own.json").read_bytes()
+
+
 # -- a tokenizer by its name
 
 

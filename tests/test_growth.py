@@ -12,7 +12,7 @@ import pytest
 from conftest import write_data
 from driver import wait_for
 from test_prepare import build, documents_of, ids_of, refused, sentences, texts_of
-from test_sources import ROOT, all_bytes, lines
+from test_sources import ROOT, all_bytes, killed_after, lines
 
 import train
 from data import building, prepare, sources
@@ -53,7 +53,7 @@ def test_parts_merged_are_the_whole(tmp_path, count):
     assert prepare.verify(tmp_path / "merged", progress=False)[1] == [], "hard links on one file system"
 
 
-@pytest.mark.parametrize("sizes", [[1] * 20, [100, 1, 1, 1], [1, 1, 100], [0, 0], [5]])
+@pytest.mark.parametrize("sizes", [[1] * 20, [100, 1, 1, 1], [1, 1, 100], [0, 0], [5], [5, 0]])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_each_file_is_in_one_part_and_their_order_stays(sizes, count):
     files = [sources.File(f"{i}", size, 0) for i, size in enumerate(sizes)]
@@ -101,6 +101,8 @@ def test_whole_folders_are_merged_in_the_order_given(tmp_path):
 
 # -- append
 
+LINKS = ((os, "link"), (os, "replace"), (os, "fsync"))  # what an append does to the disk
+
 
 @pytest.fixture
 def growing(tmp_path):
@@ -140,6 +142,9 @@ def test_append_refuses_what_does_not_belong(growing, capsys):
         message = refused(capsys, "append", data, growing / folder)
         assert "nothing was appended" in message and text in message, message
     assert "named 2 times" in refused(capsys, "append", data, new, new)
+    shutil.copytree(new, growing / "copy")
+    message = refused(capsys, "append", data, new, growing / "copy")
+    assert f"{growing / 'copy'}: its train-00000.bin is in {new} too" in message, message
     with open(new / "train-00001.bin", "r+b") as file:
         file.write(b"\1\1")
     assert "train-00001.bin: sha256 is" in refused(capsys, "append", data, new)
@@ -156,7 +161,7 @@ def test_append_killed_at_any_instant_is_whole_or_not_at_all(growing):
     before, wanted = all_bytes(growing / "data"), all_bytes(growing / "wanted")
     for events in itertools.count():
         data = shutil.copytree(growing / "data", growing / f"data{events}")
-        was_killed = killed_in_append(events, data, growing / "new")
+        was_killed = killed_after(events, ["append", data, growing / "new"], LINKS)
         manifest = (data / "manifest.json").read_bytes()
         assert manifest in (before["manifest.json"], wanted["manifest.json"])
         prepare.read_manifest(data)
@@ -167,27 +172,6 @@ def test_append_killed_at_any_instant_is_whole_or_not_at_all(growing):
         if not was_killed:
             break
     assert events > 8
-
-
-def killed_in_append(events, data, new):
-    """Runs an append in a child that kills itself at the events-th change of the disk; whether it did."""
-    pid = os.fork()
-    if pid == 0:
-        left = itertools.count(events, -1)
-
-        def dies_in_time(function):
-            def wrapper(*args, **options):
-                if next(left) == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **options)
-            return wrapper
-
-        for name in ("link", "replace", "fsync"):
-            setattr(os, name, dies_in_time(getattr(os, name)))
-        os._exit(prepare.main(["append", str(data), str(new)]))
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 # -- status

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import train
 from conftest import write_data
 from driver import assert_same, before_step, by_step, events, pointed, rows, run_ranks, session, words_of
 from test_prepare import refused
+from test_sources import killed_after
 
 from data import prepare
 from data.shards import Mixture, Part
@@ -174,13 +176,28 @@ def test_a_mixture_is_links_and_shares(mixed, tmp_path):
     assert prepare.verify(mixed, progress=False)[1] == []
 
 
+def test_a_mixture_appears_whole_or_not_at_all(mixed, tmp_path):
+    words = ["mix", f"{tmp_path / 'web'}=3", f"{tmp_path / 'code'}=1", "--out", tmp_path / "out"]
+    for events in itertools.count():
+        was_killed = killed_after(events, words, ((os, "link"), (os, "replace"), (os, "fsync"), (os, "rename")))
+        if (tmp_path / "out").exists():
+            break
+        assert was_killed
+    assert events > 8
+    found = prepare.read_manifest(tmp_path / "out")
+    assert found["train"] == prepare.read_manifest(mixed)["train"]
+    assert prepare.verify(tmp_path / "out", progress=False)[1] == []
+
+
 def test_a_mixture_refuses_what_does_not_go_together(mixed, tmp_path, capsys):
     web, code, out = tmp_path / "web", tmp_path / "code", tmp_path / "out"
     write_data(tmp_path / "ids", 100)
     shards = prepare.read_manifest(tmp_path / "ids")["train"]
     prepare.write_manifest(tmp_path / "ids", prepare.GPT2, 50257, shards, [], [])
     shutil.copytree(web, tmp_path / "other" / "web")
+    shutil.copytree(code, tmp_path / "copy")
     for given, text in (
+            ([f"{code}=1", f"{tmp_path / 'copy'}=1"], f"{tmp_path / 'copy'}: its train-00000.bin is in {code} too"),
             ([f"{web}=1", f"{tmp_path / 'ids'}=1"], f"{tmp_path / 'ids'}: its vocab_size is 50257, in {web} it is 257"),
             ([f"{web}=1", f"{tmp_path / 'ids'}=1"], "its tokenizer is"),
             ([f"{web}=1", f"{web}=1"], f"{web}: named 2 times"),

@@ -256,7 +256,10 @@ def files_for_a_kill(folder):
     return folder
 
 
-def killed_after(events, words):
+BUILDS = ((building, "take"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"))
+
+
+def killed_after(events, words, places=BUILDS):
     """Runs a command in a child that kills itself at the events-th thing it does to the disk; whether it did."""
     pid = os.fork()
     if pid == 0:
@@ -269,9 +272,9 @@ def killed_after(events, words):
                 return function(*args, **options)
             return wrapper
 
-        for owner, name in ((building, "take"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink")):
+        for owner, name in places:
             setattr(owner, name, dies_in_time(getattr(owner, name)))
-        os._exit(prepare.main(words))
+        os._exit(prepare.main(list(map(str, words))))
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
