@@ -784,7 +784,9 @@ def main():
 
         # the data as token streams, and what stays the same from step to step
         order, windows_per_step = token_order(run.segments), batch_tokens // block_size
-        draw, at_once = functools.lru_cache(1)(draw_windows), max(1, 1024 // windows_per_step)  # many cost as one
+        draw, at_once = functools.lru_cache(2)(draw_windows), max(1, 1024 // windows_per_step)  # many cost as one
+        windows_at = lambda step: [column[step % at_once * windows_per_step:][:windows_per_step] for column in draw(
+            step // at_once * at_once * windows_per_step, at_once * windows_per_step, order, data_seed, block_size)]
         shards = manifest["train"][:len(run.segments[-1][1])]  # the recorded ones, under their present names
         train_stream, val_stream = (data_prepare.Tokens(data_dir, files, manifest["vocab_size"])
                                     for files in (shards, manifest["val"]))
@@ -930,19 +932,18 @@ def main():
             mark = time.perf_counter() if boundary else mark  # what a boundary takes is no step's time
 
             # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
-            loop_began, first_window = loop_began or time.monotonic(), run.step * windows_per_step
+            loop_began = loop_began or time.monotonic()
             if pass_ends:
                 if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])
                     order, data_s = token_order(run.segments), 0.0
                     train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"])
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
-            head = run.step // at_once * at_once * windows_per_step
-            drawn = [column[first_window - head:][:windows_per_step]
-                     for column in draw(head, at_once * windows_per_step, order, data_seed, block_size)]
+            drawn, coming, mine = windows_at(run.step), windows_at(run.step + 1)[2], share_of(micro_batch_count, ranks)
+            train_stream.ahead(coming[mine.start * batch_size:mine.stop * batch_size], block_size + 1)
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
-                                            block_size, ranks.device)) for index in share_of(micro_batch_count, ranks))
+                                            block_size, ranks.device)) for index in mine)
             # time is kept for the step that comes, what is due after it, and what the saver knows of
             wishes = saver.wishes(session_ends, 2 * took_s + watch_s) if lead else ()
             run.step += 1

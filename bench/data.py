@@ -7,8 +7,9 @@ tokenise: JSON lines of documents, the Python standard library's sources over an
 batch call with a thread a core on all texts in memory, and `prepare.py build` of the file by as many workers: reading,
 hashing, splitting, shards and the workers' start are in its time. Ratios are taken within a round.
 cold: shards of random ids, written, synced and dropped from the page cache, and dropped once more before every tenth of
-the steps. A step of 8 windows of 1,024 tokens is timed as `main` does it: drawn, then read. Shares are of a step of 50
-ms. The same with a warm cache is in bench/loader.py.
+the steps. A step of 8 windows of 1,024 tokens is timed as `main` does it: drawn, the next step's asked for, then read;
+then the process sleeps for 50 ms, in the place of the step of which the shares are. The same with a warm cache and no
+pause is in bench/loader.py.
 size: manifests of 10^6, 10^8 and 10^10 windows of 1,024 tokens (sparse files), each by a process of its own: seconds
 until the data are opened and the first 8 windows read, imports left out, and the memory that took.
 Prints a table, then one JSON line.
@@ -32,7 +33,7 @@ if __name__ == "__main__":  # as a script this file would be taken for the packa
     sys.path[0] = str(ROOT)
     sys.path.append(str(ROOT / "bench"))
 
-from loader import VOCAB, figures, time_loader, write_corpus
+from loader import STEP_US, VOCAB, figures, time_loader, write_corpus
 from throughput import busy_s
 
 WINDOWS = (10**6, 10**8, 10**10)
@@ -113,7 +114,7 @@ def drop(folder):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def time_cold(tokens, steps, folder):
+def time_cold(tokens, steps, step_s, folder):
     """{part of a step: its microseconds in each step}, each tenth of the steps on a cold cache."""
     import torch
 
@@ -123,7 +124,8 @@ def time_cold(tokens, steps, folder):
         drop(folder)
         stream = train.data_prepare.Tokens(folder, shards, VOCAB)
         shape = BLOCK_SIZE, BATCH_SIZE, 1
-        for name, numbers in time_loader(train, stream, shape, steps // 10, torch.device("cpu"), tenth).items():
+        timed = time_loader(train, stream, shape, steps // 10, torch.device("cpu"), tenth, step_s)
+        for name, numbers in timed.items():
             found.setdefault(name, []).extend(numbers)
     return found
 
@@ -157,7 +159,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="of tokenising, and of opening each size")
     parser.add_argument("--tokenizer", default="gpt2", help="as of prepare.py build")
     parser.add_argument("--tokens", type=int, default=2_000_000_000, help="in the cold file, two bytes each")
-    parser.add_argument("--steps", type=int, default=10_000, help="on it")
+    parser.add_argument("--steps", type=int, default=2_000, help="on it")
     parser.add_argument("--dir", default=None, help="where the files are written (default: that for temporary files)")
     asked, cores = parser.parse_args(), len(os.sched_getaffinity(0))
     import numpy
@@ -166,7 +168,8 @@ def main():
     with tempfile.TemporaryDirectory(dir=asked.dir) as folder, contextlib.redirect_stdout(sys.stderr):
         folder = Path(folder)
         speeds = time_tokenising(asked.tokenizer, asked.mb, asked.rounds, cores, folder)
-        cold = {name: figures(numbers) for name, numbers in time_cold(asked.tokens, asked.steps, folder).items()}
+        timed = time_cold(asked.tokens, asked.steps, STEP_US / 1e6, folder)
+        cold = {name: figures(numbers) for name, numbers in timed.items()}
         for path in folder.glob("*.bin"):
             path.unlink()
         folders = {windows: write_sparse(folder / str(windows), windows) for windows in WINDOWS}
@@ -184,7 +187,7 @@ def main():
     print(f"tokenise {asked.mb:,.0f} MB by {asked.tokenizer}: build {tokenise['build']:.2f} MB/s, the tokenizer alone "
           f"{tokenise['bare']:.2f} MB/s; ratio {tokenise['ratio']:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
     for name, row in cold.items():
-        print(f"cold, 8 x 1,024 of {2 * asked.tokens / 1e9:,.2f} GB, {name:15} median {row['median_us']:9,.1f} us "
+        print(f"cold, 8 x 1,024 of {2 * asked.tokens / 1e9:,.2f} GB, {name:19} median {row['median_us']:9,.1f} us "
               f"({row['median_share']:.3%} of 50 ms), p99 {row['p99_us']:9,.1f} us ({row['p99_share']:.3%})")
     for name, row in size.items():
         print(f"{name} windows: opened and 8 read in {row['seconds'] * 1000:7.2f} ms, {row['mb']:.1f} MB")

@@ -5,8 +5,8 @@
 
 The shapes: one forward of 8 windows of 256 tokens; one of 16 x 1,024; and the whole step of config/124m.py on one rank,
 32 of these forwards, which takes far longer than 50 ms. A step is timed as `main` does it: the job's windows are drawn,
-then each forward's are read. The corpus lies in several shards that were just written, so the page cache is warm as far
-as memory goes; the stream opens its maps anew as it does in a run.
+those of the next step asked for, then each forward's are read. The corpus lies in several shards that were just
+written, so the page cache is warm as far as memory goes.
 A logged step is its row of metrics.jsonl with the look at the free disk, and its live line; an event is timed beside.
 Prints a table, then one JSON line.
 """
@@ -59,24 +59,32 @@ def write_corpus(folder, tokens):
     return rows
 
 
-def time_loader(train, stream, shape, steps, device, seed=1337):
-    """{part of a step: its microseconds in each step}: drawing, reading one forward's windows, all of it."""
+def time_loader(train, stream, shape, steps, device, seed=1337, step_s=0.0):
+    """{part of a step: its microseconds in each step}: drawing, asking for the next step's windows, reading one
+    forward's, all of it. Between two steps the process sleeps for step_s."""
     block_size, batch_size, forwards = shape
     order, count = ((0, len(stream)),), batch_size * forwards
-    draw, at_once = functools.lru_cache(1)(train.draw_windows), max(1, 1024 // count)
-    found = {"draw": [], "read a forward": [], "step": []}
-    for step in range(steps):
-        began = time.perf_counter()
+    draw, at_once = functools.lru_cache(2)(train.draw_windows), max(1, 1024 // count)
+
+    def starts_of(step):
         head = step // at_once * at_once * count
-        drawn = [column[step * count - head:][:count]
-                 for column in draw(head, at_once * count, order, seed, block_size)]
-        marks = [time.perf_counter()]
+        return draw(head, at_once * count, order, seed, block_size)[2][step * count - head:][:count]
+
+    found = {"draw": [], "ask for the next": [], "read a forward": [], "step": []}
+    for step in range(steps):
+        marks, starts = [time.perf_counter()], starts_of(step)
+        marks.append(time.perf_counter())
+        stream.ahead(starts_of(step + 1), block_size + 1)
+        marks.append(time.perf_counter())
         for index in range(forwards):
-            train.read_windows(stream, drawn[2][index * batch_size:(index + 1) * batch_size], block_size, device)
+            train.read_windows(stream, starts[index * batch_size:(index + 1) * batch_size], block_size, device)
             marks.append(time.perf_counter())
-        found["draw"].append(1e6 * (marks[0] - began))
-        found["read a forward"] += [1e6 * (later - earlier) for earlier, later in zip(marks, marks[1:])]
-        found["step"].append(1e6 * (marks[-1] - began))
+        times = [1e6 * (later - earlier) for earlier, later in zip(marks, marks[1:])]
+        found["draw"].append(times[0])
+        found["ask for the next"].append(times[1])
+        found["read a forward"] += times[2:]
+        found["step"].append(sum(times))
+        time.sleep(step_s)
     return found
 
 

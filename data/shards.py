@@ -15,9 +15,9 @@ sources     where they come from, not read by a run: {"name", "revision" (a comm
 split       of a build: {"val_below": documents whose hash is below it are for validation, "dedup": whether duplicates
             were dropped}
 part        [i, n] of a build of the i-th of n parts of its files, until they are merged
-mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count as a pass, "sources": [{"name",
-            "share": a whole number, "folder" (not in the fingerprint), "fingerprint": of its data, "train_shards", "tokens",
-            "val_shards", "val_tokens": how much of the lists above is its}]}, in the order of these lists
+mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count as a pass, "sources", in the order of
+            the lists above: [{"name", "share": a whole number, "folder" (not in the fingerprint), "fingerprint": of its
+            data, "train_shards", "tokens", "val_shards", "val_tokens": how much of these lists is its}]}
 """
 
 import bisect
@@ -317,34 +317,46 @@ class Tokens:
         Raises ValueError at an id beyond the vocabulary, and where a file is no longer what it was when it was opened.
         """
         began, touched = time.perf_counter(), set()
-        out = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in zip(out, starts):
+        ids = np.empty((len(starts), length), ID)
+        for row, start in zip(ids, starts):
             self.fill(int(start), row, touched)
         for number in touched:  # after the reading: what was read before a change is whole
             check_unchanged(self.path(number), self.stamps[number])
-        if len(out) and out.max() >= self.vocab_size:
-            row, column = np.unravel_index(out.argmax(), out.shape)
+        if len(ids) and ids.max() >= self.vocab_size:
+            row, column = np.unravel_index(ids.argmax(), ids.shape)
             token = int(starts[row]) + int(column)
             number = self.shard_at(token)
-            raise ValueError(f"{self.path(number)}: token {token - self.starts[number]:,} is {out.max()}, beyond the "
+            raise ValueError(f"{self.path(number)}: token {token - self.starts[number]:,} is {ids.max()}, beyond the "
                              f"vocabulary of {self.vocab_size:,}")
+        out = ids.astype(np.int64)
         self.seconds += time.perf_counter() - began
         return out
 
+    def pieces(self, start, length):
+        """Where so many tokens lie from `start` on: [(number of the shard, place in it, size) in bytes, ...]."""
+        while length:
+            number = self.shard_at(start)
+            offset = start - self.starts[number]
+            taken = min(length, self.shards[number]["tokens"] - offset)
+            yield number, self.shards[number]["header_bytes"] + 2 * offset, 2 * taken
+            start, length = start + taken, length - taken
+
     def fill(self, start, row, touched):
-        """Copies the tokens from `start` on into `row`, across as many shards as it takes; notes these in `touched`."""
+        """Reads the tokens from `start` on into `row`, across as many shards as it takes; notes these in `touched`."""
         filled = 0
-        while filled < len(row):
-            number = self.shard_at(start + filled)
-            offset = start + filled - self.starts[number]
-            size = 2 * min(len(row) - filled, self.shards[number]["tokens"] - offset)
-            place = self.shards[number]["header_bytes"] + 2 * offset
-            piece = np.frombuffer(os.pread(self.descriptor(number), size, place), np.uint8)
-            if len(piece) < size:
+        for number, place, size in self.pieces(start, len(row)):
+            if os.preadv(self.descriptor(number), [row[filled:filled + size // 2]], place) < size:
                 raise changed(self.path(number), f"it ends before byte {place + size:,}")
-            row[filled:filled + size // 2] = piece.view(ID)
             filled += size // 2
             touched.add(number)
+
+    def ahead(self, starts, length):
+        """Has the system fetch into its cache what `windows` will be asked for next, while a step goes on."""
+        began = time.perf_counter()
+        for start in starts if hasattr(os, "posix_fadvise") else ():
+            for number, place, size in self.pieces(int(start), length):
+                os.posix_fadvise(self.descriptor(number), place, size, os.POSIX_FADV_WILLNEED)
+        self.seconds += time.perf_counter() - began
 
 
 def stamp(status):

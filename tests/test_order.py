@@ -19,6 +19,7 @@ import torch
 
 import preflight
 import train
+from driver import run_ranks, words_of
 from data import prepare, shards
 from ranks import share_of
 
@@ -597,6 +598,29 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, monkeypatch, ch
     assert str(error.value).startswith(f"{tmp_path}/train-00000.bin changed while this run reads it: ")
     text = text if held > 1 or change != cut else "it has 60 bytes, its data manifest says 200"
     assert text in str(error.value) and "The step was not done" in str(error.value)
+
+
+def test_what_comes_next_is_asked_for_where_it_lies(tmp_path, monkeypatch):
+    rows, ids = write_shards(tmp_path, [40, 7, 100], headers=(1,))
+    asked = []
+    monkeypatch.setattr(shards.os, "posix_fadvise", lambda descriptor, *place: asked.append(
+        (os.readlink(f"/proc/self/fd/{descriptor}")[-9:], *place)))
+    stream = prepare.Tokens(tmp_path, rows, 257)
+    stream.ahead([0, 38], 12)
+    advice = os.POSIX_FADV_WILLNEED
+    assert asked == [("00000.bin", 0, 24, advice), ("00000.bin", 76, 4, advice),
+                     ("00001.bin", prepare.LLMC_HEADER, 14, advice), ("00002.bin", 0, 6, advice)]
+    assert (stream.windows([38], 12) == ids[38:50]).all()
+
+
+def test_a_run_asks_for_the_windows_of_its_next_step(tmp_path, data, monkeypatch):
+    asked, real = [], prepare.Tokens.ahead
+    monkeypatch.setattr(prepare.Tokens, "ahead", lambda stream, starts, length: (
+        asked.append(starts.tolist()), real(stream, starts, length)))
+    threads = threading.active_count()
+    [one] = run_ranks(1, tmp_path, (words_of(tmp_path / "out", data, max_steps=9), {}))
+    assert one[0][0] == 0 and threading.active_count() == threads
+    assert asked == [train.draw_windows(8 * step, 8, ((0, 700),), 1337, 16)[2].tolist() for step in range(1, 10)]
 
 
 def test_a_read_beyond_the_end_of_a_cut_file_is_named(tmp_path):
