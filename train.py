@@ -167,7 +167,6 @@ REQUESTS = ("signal", "minutes", "data", "save", "drop")  # what any rank can as
 
 # ---- data: which windows a step takes, and their tokens ----------------------------------------------------
 
-
 # One time through `tokens` tokens from first_token on: `windows` windows of the job from `first` on.
 Pass = collections.namedtuple("Pass", "number first windows first_token tokens")
 
