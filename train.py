@@ -898,7 +898,7 @@ def main():
                 continue  # settle what is in flight first
             at_end, in_time = run.step >= run.horizon, stop in ("", "steps", "segment")
 
-            keeps = due(milestone_interval) or milestone_at_segment_end and pass_ends
+            keeps = due(milestone_interval) or milestone_at_segment_end and pass_ends and in_time
             kinds = due(checkpoint_interval) and run.step > 0, keeps and run.step > 0
             if stop or at_end:
                 while not from_rank_0(ranks, lambda: saver.finish(run.step, run.lineage[-1][0], records, kinds[1])):

@@ -42,6 +42,7 @@ class Options(NamedTuple):
     dedup: bool = False
     part: tuple = (1, 1)
     val_below: int = -1  # the split of another data folder in the place of val_ratio
+    part_of: str = ""  # sha256 of what was divided into parts and how it is read; '': all of it is built
 
 
 # -- the folder under way
@@ -491,13 +492,14 @@ def report(text, names):
     print(f"{text}: {', '.join(sorted(names)[:5])}{more}", file=sys.stderr)
 
 
-def sample_texts(sources, how, most_bytes, val_ratio):
+def sample_texts(sources, how, most_bytes, val_ratio, raw):
     """Texts of about most_bytes of the files: the documents of the highest hashes, so that the order of the files
-    does not choose, and none that a build with this val_ratio takes for validation."""
+    does not choose, and none that a build with this val_ratio takes for validation. Files of the Hub lie in the folder
+    `raw` while they are read."""
     share = most_bytes / max(sum(file.size for source in sources for file in source.files), 1)
     limit = int(max(1 - share, val_ratio) * 2**64)  # what is above it counts as 'train'
     names = [file.name for source in sources for file in source.files if file.name.startswith("hf:")]
-    how = how._replace(fetch=functools.partial(on_this_disk, fetch=Ahead(names, "")))
+    how = how._replace(fetch=functools.partial(on_this_disk, fetch=Ahead(names, raw)))
     for piece in read_pieces(sources, how, limit, Extremes()):
         if piece.split == "train" and not piece.note:
             yield piece.data.decode("utf-8", "replace")
@@ -506,4 +508,4 @@ def sample_texts(sources, how, most_bytes, val_ratio):
 def split_of(journal, options):
     """What the manifest says of the split: which documents were for validation, and which part this is."""
     split = {"split": {"val_below": journal["limit"], "dedup": options.dedup}}
-    return split if options.part == (1, 1) else split | {"part": list(options.part)}
+    return split if options.part == (1, 1) else split | {"part": list(options.part), "part_of": options.part_of}

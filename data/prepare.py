@@ -37,6 +37,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -324,11 +325,16 @@ def merge(out_dir, folders):
     """
     manifests = [(folder, read_manifest(folder)) for folder in folders]
     problems = part_problems(manifests) + not_mixed(manifests)
+    if all("part" not in manifest for _, manifest in manifests):  # parts of one text may well hold the same
+        problems += held_twice(manifests)
     manifests.sort(key=lambda row: row[1].get("part", [0])[0])
     first = manifests[0][1]
     for folder, manifest in manifests[1:]:
         problems += [f"{folder}: its {key} is {manifest.get(key)}, in {manifests[0][0]} it is {first.get(key)}"
                      for key in ("vocab_size", "tokenizer", "split") if manifest.get(key) != first.get(key)]
+        if manifest.get("part_of") != first.get("part_of"):
+            problems.append(f"{folder}: it is a part of other files than {manifests[0][0]}, or of files that were read "
+                            "otherwise: some were added, changed or left out between the two builds; build it again")
     if not any(manifest["train"] for _, manifest in manifests):
         problems.append("there is no training text in any of them")
     if problems:
@@ -395,7 +401,7 @@ def joined_sources(rows):
 
 def mix(out_dir, shares, tokens, seed):
     """Makes a data folder of links to the shards of others, from which a run draws in these shares, [(folder, share as
-    a Fraction), ...], and returns its manifest. `tokens` of it count as a pass; 0: as many as draw no source twice.
+    a Fraction), ...], and returns its manifest. `tokens` of it count as a pass; 0: about as many as draw none twice.
 
     Raises ValueError naming every reason why they do not go together.
     """
@@ -606,11 +612,19 @@ def build_command(args):
                          "tokenizer.json")
     tokenizer, val_below = like(args) if args.like else (named_tokenizer(args.tokenizer or "bytes"), -1)
     sources = sources_of(args.inputs, args.glob)
-    sources = part_of(sources, *args.part) if args.part != (1, 1) else sources
-    how = Reading(args.document_separator.encode(), args.text_column, args.stdin_format)
-    options = Options(args.val_ratio, args.shard_tokens, args.dedup, args.part, val_below)
+    how, whole = Reading(args.document_separator.encode(), args.text_column, args.stdin_format), ""
+    if args.part != (1, 1):
+        whole, sources = digest_of(sources, how), part_of(sources, *args.part)
+    options = Options(args.val_ratio, args.shard_tokens, args.dedup, args.part, val_below, whole)
     manifest = build_data(args.out, sources, tokenizer, how, options, args.workers, args.keep_raw)
     print_summary(args.out, manifest)
+
+
+def digest_of(sources, how):
+    """sha256 of what is divided into parts, wherever it lies: all must have divided the same files."""
+    listed = [[source.revision, [[os.path.basename(file.name), file.size] for file in source.files]]
+              for source in sources]
+    return hashlib.sha256(json.dumps([listed, how.separator.decode(), how.column]).encode()).hexdigest()
 
 
 def like(args):
@@ -630,7 +644,8 @@ def train_tokenizer_command(args):
         raise ValueError(f"{args.out} is there; name another file, or remove it first")
     sources = sources_of(args.inputs, args.glob)
     how = Reading(args.document_separator.encode(), args.text_column)
-    content = train_bpe(sample_texts(sources, how, args.sample_mb * 1e6, args.val_ratio), args.vocab_size)
+    with tempfile.TemporaryDirectory(prefix=".raw-", dir=os.path.dirname(os.path.abspath(args.out))) as raw:
+        content = train_bpe(sample_texts(sources, how, args.sample_mb * 1e6, args.val_ratio, raw), args.vocab_size)
     write_file(Path(args.out), content.encode())
     tokenizer = named_tokenizer(args.out)
     print(f"{args.out}\n  {tokenizer.vocab_size:,} ids, end of text {tokenizer.eot}\n  sha256 "
@@ -727,7 +742,10 @@ def part(word):
 def share(word):
     """(folder, share) of 'folder=share'."""
     folder, number = word.rsplit("=", 1)
-    return folder, fractions.Fraction(number)
+    try:
+        return folder, fractions.Fraction(number)
+    except ZeroDivisionError as error:
+        raise ValueError(f"{number} is no share") from error
 
 
 def parse(words):
@@ -801,7 +819,7 @@ def parse(words):
                        help="a data folder and its share of the tokens, as in data/web=0.7 data/code=0.3; the shares "
                             "need not add up to 1. Its shards are linked, not copied, as they are now")
     mixes.add_argument("--tokens", type=int, default=0, metavar="N",
-                       help="how many count as a pass (default: as many as draw no source twice)")
+                       help="how many count as a pass (default: about as many as draw no source twice)")
     mixes.add_argument("--seed", type=int, default=0, metavar="S", help="of the order of the sources (default 0)")
 
     appends = commands.add_parser("append", help="more training data for a folder that may be in use")

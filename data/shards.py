@@ -14,7 +14,7 @@ sources     where they come from, not read by a run: {"name", "revision" (a comm
             are for validation, "malformed", "blank" and "duplicates", records that were left out
 split       of a build: {"val_below": documents whose hash is below it are for validation, "dedup": whether duplicates
             were dropped}
-part        [i, n] of a build of the i-th of n parts of its files, until they are merged
+part        [i, n] of a build of the i-th of n parts of its files, until they are merged; part_of: sha256 of their list
 mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count as a pass, "sources", in the order of
             the lists above: [{"name", "share": a whole number, "folder" (not in the fingerprint), "fingerprint": of its
             data, "train_shards", "tokens", "val_shards", "val_tokens": how much of these lists is its}]}
@@ -198,8 +198,8 @@ def growth(data_dir, recorded):
 def check_fingerprint(manifest, recorded, data_dir):
     """Raises ValueError where the data are not those whose fingerprint is recorded."""
     if (found := fingerprint(manifest)) != recorded:
-        raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer or validation "
-                         f"shards differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
+        raise ValueError(f"the data in {data_dir} are not those of this run: vocabulary, tokenizer, validation "
+                         f"shards or mixture differ (fingerprint {recorded[:12]} was recorded, found {found[:12]})")
 
 
 class Part(NamedTuple):
@@ -300,12 +300,14 @@ class Tokens:
     def descriptor(self, number):
         if number not in self.opened:
             try:
-                self.opened[number] = os.open(self.path(number), os.O_RDONLY)
+                opened = os.open(self.path(number), os.O_RDONLY)
             except FileNotFoundError:
                 raise changed(self.path(number), "it is gone") from None
-            shard, found = self.shards[number], stamp(os.fstat(self.opened[number]))
+            shard, found = self.shards[number], stamp(os.fstat(opened))
             if found[1] != (size := shard["header_bytes"] + 2 * shard["tokens"]):
+                os.close(opened)
                 raise changed(self.path(number), f"it has {found[1]:,} bytes, its data manifest says {size:,}")
+            self.opened[number] = opened
             self.stamps.setdefault(number, found)
             if len(self.opened) > OPEN_SHARDS:
                 os.close(self.opened.popitem(last=False)[1])

@@ -118,21 +118,25 @@ def file_at(path):
     return File(str(path), found.st_size, found.st_mtime_ns)
 
 
-def walk(folder, left_out=()):
-    """The regular files below a folder, hidden ones apart, in an order that is the same on every machine."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+def walk(folder, left_out=(), above=()):
+    """The regular files below a folder, hidden ones apart, in an order that is the same on every machine. Links to
+    folders are followed, but for one that leads back to a folder `above` it."""
+    here = os.path.realpath(folder)
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if here not in above else ():
         if entry.name.startswith(".") or entry.name in left_out:
             continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, left_out)
+        if entry.is_dir():
+            yield from walk(entry.path, left_out, (*above, here))
         elif entry.is_file():
             yield entry.path
 
 
 def kind_of(name):
-    """What a file holds by its name: 'jsonl', 'parquet' or 'text'."""
+    """What a file holds by its name: 'jsonl', 'parquet' or 'text'. A packed .json is JSON lines, as datasets have it;
+    one that is not packed is a text, as a folder of sources has it."""
     name = name.lower()
-    if name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson")):
+    bare = name.removesuffix(".gz").removesuffix(".zst")
+    if bare.endswith((".jsonl", ".ndjson")) or bare != name and bare.endswith(".json"):
         return "jsonl"
     return "parquet" if name.endswith(".parquet") else "text"
 

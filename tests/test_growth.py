@@ -53,6 +53,24 @@ def test_parts_merged_are_the_whole(tmp_path, count):
     assert prepare.verify(tmp_path / "merged", progress=False)[1] == [], "hard links on one file system"
 
 
+@pytest.mark.parametrize("change", ["a file comes", "a file grows", "another column"])
+def test_parts_of_other_files_are_not_merged(tmp_path, capsys, change):
+    folder, words = corpus(tmp_path / "in", 4), []
+    command("build", folder, "--out", tmp_path / "one", "--part=1/2")
+    if change == "a file comes":
+        (folder / "0a.jsonl").write_bytes((folder / "1.jsonl").read_bytes())
+    elif change == "a file grows":
+        with open(folder / "3.jsonl", "ab") as file:
+            file.write(lines(["one more"]))
+    else:
+        for path in folder.iterdir():
+            path.write_bytes(path.read_bytes().replace(b'"text"', b'"body"'))
+        words = ["--text-column=body"]
+    command("build", folder, "--out", tmp_path / "two", "--part=2/2", *words)
+    message = refused(capsys, "merge", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "out")
+    assert "it is a part of other files than" in message and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("sizes", [[1] * 20, [100, 1, 1, 1], [1, 1, 100], [0, 0], [5], [5, 0]])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_each_file_is_in_one_part_and_their_order_stays(sizes, count):
@@ -81,6 +99,15 @@ def test_merge_refuses_what_does_not_go_together(tmp_path, capsys):
     os.remove(parts[1] / "train-00000.bin")
     assert "the file is missing" in refused(capsys, "merge", *parts, "--out", out)
     assert not out.exists()
+
+
+def test_merge_refuses_a_shard_that_two_folders_hold(tmp_path, capsys):
+    folder = corpus(tmp_path / "in", 2)
+    for i in (0, 1):
+        command("build", folder / f"{i}.jsonl", "--out", tmp_path / f"out{i}", "--val-ratio=0")
+    command("append", tmp_path / "out0", tmp_path / "out1")
+    message = refused(capsys, "merge", tmp_path / "out0", tmp_path / "out1", "--out", tmp_path / "out")
+    assert "its train-00000.bin is in" in message
 
 
 def usage(capsys, *words):

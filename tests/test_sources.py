@@ -64,6 +64,22 @@ def test_json_lines(tmp_path, monkeypatch, name, packed, chunk):
                                       "tokens": 60 + sum(map(len, TEXTS))}
 
 
+@pytest.mark.parametrize("name, kind", [
+    ("c4-train.00000-of-01024.json.gz", "jsonl"), ("a.json", "text"), ("a.JSONL.zst", "jsonl"),
+    ("a.parquet", "parquet"), ("json", "text"), ("a.txt.gz", "text")])
+def test_a_name_tells_what_a_file_holds(name, kind):
+    assert sources.kind_of(name) == kind
+
+
+def test_linked_folders_are_read_and_a_link_to_a_folder_above_ends(tmp_path):
+    texts_of(tmp_path / "in", {"a.txt": b"a"})
+    texts_of(tmp_path / "elsewhere", {"b.txt": b"b"})
+    os.symlink(tmp_path / "elsewhere", tmp_path / "in" / "linked")
+    os.symlink(tmp_path / "in", tmp_path / "elsewhere" / "back")
+    found = list(sources.walk(tmp_path / "in"))
+    assert [os.path.relpath(path, tmp_path / "in") for path in found] == ["a.txt", "linked/b.txt"]
+
+
 @pytest.mark.parametrize("options", [{"row_group_size": 7}, {"compression": "zstd"}, {"use_dictionary": False}])
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(),
                                   pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])

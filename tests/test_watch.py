@@ -418,7 +418,8 @@ def test_a_server_that_never_answers_costs_one_event_and_a_bounded_wait(tmp_path
 
 def test_what_one_session_could_not_deliver_the_next_one_does(tmp_path, data):
     out_dir = tmp_path / "out"
-    assert watched(out_dir, data, {"finish_s": 0.1}, train_step=before_step(5, lambda: signal_self("SIGTERM")))[0] == 0
+    at_once = {"watch.AFTER_SIGNAL_S": 0.0, "train_step": before_step(5, lambda: signal_self("SIGTERM"))}
+    assert watched(out_dir, data, **at_once)[0] == 0
     assert len(events(out_dir, "wandb_error")) == 1
     assert watched(out_dir, data)[0] == 0
     assert kept_rows(out_dir) == list(range(1, 13)) and reached(out_dir) == 12
