@@ -102,7 +102,8 @@ class Machine:
     def _add(self, path, at, value):
         points = self.series.setdefault(path, [])
         took_s = at - points[-1][0] if points else 0
-        if re.search("power", path) and not re.search("limit|cap|max", path):
+        name = path.partition(" on ")[0]  # without the host's, which may be any word
+        if "power" in name and not re.search("limit|cap|max", name):
             self.joules[path] = self.joules.get(path, 0) + (took_s * value if 0 < took_s <= GAP_S else 0)
         if took_s > GAP_S:
             points.append((at - took_s / 2, None))

@@ -349,9 +349,9 @@ def last_energy(path):
             lines = file.read().splitlines()
     except OSError:
         return 0.0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            return float(json.loads(line).get("energy_kwh", 0.0))
+    for line in reversed(lines):  # some are torn, or of a session that knew no power
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return float(json.loads(line)["energy_kwh"])
     return 0.0
 
 

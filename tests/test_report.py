@@ -313,6 +313,14 @@ def test_time_left_energy_and_cost(tmp_path):
     assert line["x"] == [round(1000 * row["time"]) for row in machine] and set(line["y"]) == {0.5}
 
 
+@pytest.mark.parametrize("host", ["powernode1", "max-pc", "capella"])
+def test_energy_is_that_of_the_gpus_whatever_the_name_of_the_host(tmp_path, host):
+    machine = [{"time": 1.8e9 + 10 * i, "host": host, "cpu_ratio": 0.5, "ram_total_gb": 128.0,
+                "gpus": [{"power_w": 360.0, "power_limit_w": 700.0, "busy_ratio": 0.9}]} for i in range(361)]
+    folder = write(tmp_path / "out", metrics=[row(1)], events=[event("init", 0)], machine=machine)
+    assert numbers(embedded(page_of(folder)))["energy"] == "0.360 kWh"
+
+
 def test_the_machine_is_folded_as_it_grows_and_read_anew_where_another_file_lies(tmp_path):
     rows = [{"time": 1.8e9 + 10 * i + 600 * (i > 9), "power_w": 100.0 + (i == 5), "on": True} for i in range(20)]
     folder = write(tmp_path, machine=rows[:12])

@@ -504,6 +504,8 @@ def test_energy_is_power_times_time_and_goes_on_from_the_last_line(tmp_path, two
     assert 3.6e6 * (last["energy_kwh"] - first["energy_kwh"]) == pytest.approx(joules, abs=600 * 0.02 + 8)
     append_line(tmp_path / "machine.jsonl", {"time": last["time"], "energy_kwh": 5.0})
     assert watch.last_energy(tmp_path / "machine.jsonl") == 5.0
+    append_line(tmp_path / "machine.jsonl", {"time": 9.0, "host": "a", "load": 1.0})
+    assert watch.last_energy(tmp_path / "machine.jsonl") == 5.0, "a session that knew no power loses none"
     again, _ = machine_of(tmp_path, 2, monkeypatch)
     assert 5.0 <= again.energy_kwh < 5.01
 
