@@ -27,8 +27,8 @@ import numpy as np
 
 from data import sources as reading
 from data.download import Ahead
-from data.shards import ID, fsync_folder, shard_row, write_file, write_json, write_manifest
-from data.sources import BLANK, DUPLICATE, Extremes, Piece, Seen, read_pieces, without_duplicates
+from data.shards import ID, fsync_folder, read_manifest, shard_row, write_file, write_json, write_manifest
+from data.sources import BLANK, DUPLICATE, Extremes, File, Piece, Seen, Source, read_pieces, without_duplicates
 from data.vocabulary import LARGEST_VOCAB, load_tokenizer
 
 SAVE_S = 10.0  # seconds of work that a kill may cost
@@ -53,8 +53,7 @@ def under_way(out_dir, plan):
     """Yields the folder of a build and its journal, {} at the start; the folder's data become out_dir where the body
     ends well. Where it does not, the folder stays if there is something to go on from.
     """
-    out_dir = Path(out_dir).absolute()
-    folder = out_dir.parent / f".{out_dir.name}.building"
+    folder, out_dir = building_folder(out_dir), Path(out_dir).absolute()
     refuse_full(out_dir, folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
@@ -71,6 +70,11 @@ def under_way(out_dir, plan):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def building_folder(out_dir):
+    out_dir = Path(out_dir).absolute()
+    return out_dir.parent / f".{out_dir.name}.building"
+
+
 def refuse_full(out_dir, folder):
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         if folder.exists() and not (folder / "data").exists():  # killed after all was done
@@ -83,16 +87,20 @@ def locked(folder):
     """Holds the folder for this process. Raises ValueError where another one holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is at work in {folder}") from None
         yield
-    except BlockingIOError:
-        raise ValueError(f"another process is at work in {folder}") from None
     finally:
         os.close(descriptor)
 
 
 def load_journal(folder, plan):
-    """The journal of a build of this plan, {} where there is none. Raises ValueError where it is of another one."""
+    """The journal of a build of this plan, {} where there is none. Raises ValueError where it is of another one.
+
+    A build goes on with the files that were there when it began, so "sources" in the plan may have changed.
+    """
     try:
         journal = json.loads((folder / "journal.json").read_text())
     except FileNotFoundError:
@@ -103,8 +111,36 @@ def load_journal(folder, plan):
     begun = journal["plan"]
     if differ := sorted(key for key in plan.keys() | begun.keys() if plan.get(key) != begun.get(key)):
         raise ValueError(f"a build with other {', '.join(differ)} is half done in {folder}; repeat its command to go "
-                         "on with it, or remove that folder to start over")
+                         "on with it, or remove that folder to start over" + OTHER_PARTS * ("part_of" in differ))
     return journal
+
+
+OTHER_PARTS = (". All parts must divide the same files, and they have changed; for a dataset on the Hub, name the "
+               "commit: hf:owner/name@COMMIT")
+
+
+def pinned(folder, journal, sources):
+    """The sources as a build found them when it began, so that it ends as it would have without a break: what came
+    since is left out, what is read from now on is taken as it is.
+
+    Raises ValueError where a file of which a part is in the shards is another one now.
+    """
+    if not journal:
+        write_json(folder / "listing.json", sources)
+        return sources
+    begun = [Source(name, revision, [File(*file) for file in files], asked)
+             for name, revision, files, asked in json.loads((folder / "listing.json").read_text())]
+    now = {file.name: file for source in sources for file in source.files}
+    read = [file for source in begun for file in source.files][:journal["place"][0] + (journal["place"][1] > 0)]
+    for file in read:
+        if not file.name.startswith("hf:") and now.get(file.name) != file:
+            raise ValueError(f"{file.name} is in the half-done shards of {folder} and has changed or gone since; put "
+                             "it back as it was, or remove that folder to start over")
+    known = {file.name for source in begun for file in source.files}
+    if new := [name for name in now if name not in known and not name.startswith("hf:")]:
+        report(f"left out, for the build had begun when they came ({len(new):,})", new)
+    return [source._replace(files=[file if file in read else now.get(file.name, file) for file in source.files])
+            for source in begun]
 
 
 class ShardWriter:
@@ -226,7 +262,7 @@ class Batch(NamedTuple):
 
 def piece_ids(tokenizer, piece):
     """The uint16 ids of a piece, eot included; refuses an id that the vocabulary or uint16 cannot hold."""
-    ids = tokenizer.encode_bytes(piece.data)
+    ids = (tokenizer.encode_bytes if piece.starts else tokenizer.later_ids)(piece.data)
     held = min(tokenizer.vocab_size, LARGEST_VOCAB)
     if int(ids.max(initial=0)) >= held:
         raise ValueError(f"{piece.file}: the tokenizer made id {ids.max():,}; with its vocabulary of "
@@ -314,13 +350,18 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
     check_options(options, workers)
     check_divisible(sources, how, options)
     files = [file for source in sources for file in source.files]
-    plan = {"inputs": hashlib.sha256(json.dumps(sources).encode()).hexdigest(), "tokenizer": tokenizer.identity,
+    plan = {"inputs": [[source.asked] if source.asked else [source.name, source.revision] for source in sources],
+            "tokenizer": tokenizer.identity,
             "reading": [how.separator.decode(), how.column, how.stdin_format], "chunk": reading.CHUNK,
             **options._asdict()}
     # as many as there is work for, and none where encoding costs less than the way to a worker
     most = workers if any(file.name == "-" for file in files) else sum(file.size for file in files) // reading.CHUNK + 1
     workers = 1 if tokenizer.identity["kind"] == "bytes" else min(workers, most)
+    if manifest := already_built(out_dir, plan, sources):
+        return manifest
     with under_way(out_dir, plan) as (folder, journal):
+        sources = pinned(folder, journal, sources)
+        files = [file for source in sources for file in source.files]
         names = [file.name for file in files if file.name.startswith("hf:")]
         fetch = Ahead(names, "" if keep_raw else folder / "raw")
         how = how._replace(fetch=functools.partial(on_this_disk, fetch=fetch))
@@ -337,7 +378,28 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
             shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
         say_what_was_left_out(journal, tokenizer)
         return write_manifest(folder / "data", tokenizer.identity, tokenizer.vocab_size, shards["train"],
-                              shards["val"], journal["sources"], **split_of(journal, options))
+                              shards["val"], journal["sources"], **split_of(journal, options),
+                              build=build_digest(plan, sources))
+
+
+def build_digest(plan, sources):
+    """sha256 of a build's command and of the names and sizes of the files it reads."""
+    listed = [[file.name, file.size] for source in sources for file in source.files]
+    return hashlib.sha256(json.dumps([plan, listed]).encode()).hexdigest()
+
+
+def already_built(out_dir, plan, sources):
+    """The manifest in out_dir, where this very command has made it: it may have been killed after all was done."""
+    known = os.path.exists(os.path.join(out_dir, "manifest.json")) and read_manifest(out_dir)
+    if not known or known.get("build") != build_digest(plan, sources) or is_stdin(sources):
+        return None
+    shutil.rmtree(building_folder(out_dir), ignore_errors=True)
+    print(f"{out_dir} has been built already by this command from the same files", file=sys.stderr)
+    return known
+
+
+def is_stdin(sources):
+    return any(file.name == "-" for source in sources for file in source.files)
 
 
 def on_this_disk(name, fetch):

@@ -28,7 +28,8 @@ def hub_source(given, glob):
         wanted = f"matches {glob!r}" if glob else "is parquet or JSON lines"
         raise ValueError(f"no file of {name} at {commit[:12]} {wanted}; there are {', '.join(sorted(sizes)[:20])}. "
                          "--glob chooses, as in --glob 'sample/10BT/*.parquet'")
-    return Source(f"hf:{name}", commit, [File(f"hf:{name}@{commit}/{path}", sizes[path], 0) for path in paths])
+    return Source(f"hf:{name}", commit, [File(f"hf:{name}@{commit}/{path}", sizes[path], 0) for path in paths],
+                  f"{given} {glob}")
 
 
 def files_of(name, revision):

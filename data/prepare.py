@@ -20,7 +20,8 @@ what else is there. Where this leaves val empty, the document with the lowest ha
 which hash ("split"), and 'build --like DIR' takes that over, so that what is appended to DIR is split as DIR is.
 
 Text passes through in chunks of at most 1 MiB, so memory does not grow with the input, and the bytes written
-are the same for any number of workers. Readers are in data/sources.py, the build is in data/building.py.
+are the same for any number of workers. One process reads and unpacks for all workers: where there are more cores than
+it can feed, run several builds with --part. Readers are in data/sources.py, the build is in data/building.py.
 """
 
 import argparse
@@ -38,6 +39,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -49,12 +51,12 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
 from data.building import Options, Progress, build_data, locked, report, sample_texts
 from data.download import downloaded, hub_source, places_of, tokenizer_on_the_hub
 from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest,
-                         manifest_problems, placeless, read_manifest, shard_problems, shard_row, write_file,
-                         write_json, write_manifest)
+                         manifest_problems, placeless, read_manifest, shard_problems, shard_row, stamp,
+                         write_file, write_json, write_manifest)
 from data.shards import (ShardHasher, Tokens, by_share, check_fingerprint, first_segments,  # the trainer asks here
                          grown, growth, losses_by_source, mixed_order, val_sources)
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
-from data.vocabulary import BYTES, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
+from data.vocabulary import BYTES, ENDS_OF_TEXT, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
 from data.vocabulary import named_tokenizer as tokenizer_here
 
 
@@ -113,9 +115,9 @@ def build_stdlib(out_dir, progress=True):
 # -- importing and verifying
 
 
-def named_tokenizer(word, vocab_size=0):
+def named_tokenizer(word, vocab_size=0, end=""):
     """The tokenizer named on the command line, here or as owner/name[@revision] on the Hub."""
-    return tokenizer_here(tokenizer_on_the_hub(word) or word, vocab_size)
+    return tokenizer_here(tokenizer_on_the_hub(word) or word, vocab_size, end)
 
 
 @contextlib.contextmanager
@@ -500,8 +502,9 @@ def append_problems(manifest, folder, new):
                  if shard["sha256"] in hashes]
     here, there = (data.get("split", {}).get("val_below", 0) for data in (manifest, new))
     if here > there:
-        problems.append(f"{folder}: it trains on documents that are for validation here; make it again with "
-                        "'build --like' and the folder to append to")
+        trains = ("it trains on documents that are for validation here" if "split" in new else
+                  "nothing says whether its documents are for validation here, for 'build' did not split them")
+        problems.append(f"{folder}: {trains}; make it again with 'build --like' and the folder to append to")
     return problems
 
 
@@ -610,7 +613,8 @@ def build_command(args):
     if args.tokenizer == "none":
         raise ValueError("build turns text into ids and needs a tokenizer: bytes, gpt2 or another of tiktoken, or a "
                          "tokenizer.json")
-    tokenizer, val_below = like(args) if args.like else (named_tokenizer(args.tokenizer or "bytes"), -1)
+    tokenizer, val_below = like(args) if args.like else (named_tokenizer(
+        args.tokenizer or "bytes", end=args.end_of_text), -1)
     sources = sources_of(args.inputs, args.glob)
     how, whole = Reading(args.document_separator.encode(), args.text_column, args.stdin_format), ""
     if args.part != (1, 1):
@@ -630,8 +634,8 @@ def digest_of(sources, how):
 def like(args):
     """The tokenizer of the folder --like, and below which hash its documents are for validation."""
     manifest = read_manifest(args.like)
-    if args.tokenizer:
-        raise ValueError("--like takes the tokenizer of that folder; leave --tokenizer out")
+    if args.tokenizer or args.end_of_text:
+        raise ValueError("--like takes the tokenizer of that folder; leave --tokenizer and --end-of-text out")
     if "split" not in manifest:
         raise ValueError(f"{args.like} does not say which documents are for validation, for they were not split by "
                          "'build'; give --tokenizer and --val-ratio instead of --like")
@@ -671,7 +675,11 @@ def import_command(args):
 
 
 def merge_command(args):
-    print_summary(args.out, merge(args.out, args.parts))
+    manifest = merge(args.out, args.parts)
+    print_summary(args.out, manifest)
+    if not manifest["val"]:
+        print("note: no document of any part is for validation; a run on these data has no validation loss",
+              file=sys.stderr)
 
 
 def mix_command(args):
@@ -706,7 +714,7 @@ def status_command(args):
     tokens = sum(shard["tokens"] for shard in manifest["train"])
     block_size = run_state(args.out_dir)["block_size"] if args.out_dir else args.block_size
     print(f"  {max((tokens - 1) // block_size, 0):,} training windows of {block_size:,} tokens\n"
-          "  every file is there and has its size; 'verify' compares the hashes")
+          f"  every file is there and has its size; {hash_state(args.dir, manifest)}")
     if "mixture" in manifest and not args.out_dir:
         print_mixture(manifest)
     if args.out_dir:
@@ -727,8 +735,31 @@ def verify_command(args):
     if problems:
         print(f"{args.dir} is damaged: {len(problems):,} problem(s) above", file=sys.stderr)
         return 1
+    remember_verified(args.dir, manifest)
     print_summary(args.dir, manifest)
     print("  every shard is what the manifest says")
+
+
+def remember_verified(data_dir, manifest):
+    """Leaves verified.json in a data folder: when its shards had their hashes, and what they looked like then."""
+    stamps = {shard["file"]: [shard["sha256"], *stamp(os.stat(os.path.join(data_dir, shard["file"])))]
+              for shard in all_shards(manifest)}
+    with contextlib.suppress(OSError):  # a folder may be read-only, or full
+        write_json(Path(data_dir, "verified.json"), {"time": time.time(), "shards": stamps})
+
+
+def hash_state(data_dir, manifest):
+    """How many shards had their hashes when they were last read, and have not been touched since."""
+    try:
+        found = json.loads(Path(data_dir, "verified.json").read_bytes())
+        when, stamps = time.strftime("%Y-%m-%d %H:%M", time.localtime(found["time"])), dict(found["shards"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return "no hash has been compared here yet; 'verify' does"
+    shards = all_shards(manifest)
+    same = sum(stamps.get(shard["file"]) == [shard["sha256"], *stamp(os.stat(os.path.join(data_dir, shard["file"])))]
+               for shard in shards)
+    return (f"{same:,} of {len(shards):,} had their hashes on {when} and have not been touched since"
+            + "; 'verify' compares all" * (same < len(shards)))
 
 
 def part(word):
@@ -762,6 +793,9 @@ def parse(words):
     build.add_argument("--tokenizer", default="", metavar="NAME",
                        help="bytes (default), tiktoken's gpt2, r50k_base or p50k_base, a tokenizer.json or its folder, "
                             "or owner/name[@revision]: that of a repository on the Hub")
+    build.add_argument("--end-of-text", default="", metavar="TOKEN",
+                       help="the special token of a tokenizer.json that ends a document (default: the first that it "
+                            f"has of {', '.join(ENDS_OF_TEXT)})")
     build.add_argument("--document-separator", default="", metavar="TEXT",
                        help="what stands between the documents of a text file; without it a file is one document")
     build.add_argument("--text-column", default="text", metavar="NAME",
@@ -770,7 +804,8 @@ def parse(words):
     build.add_argument("--keep-raw", action="store_true",
                        help="leave the files of hf: in the cache of huggingface_hub; else each is deleted after use")
     build.add_argument("--dedup", action="store_true",
-                       help="drop documents whose text was there before, by a 64-bit hash; 8 bytes of memory for each")
+                       help="drop documents whose text was there before, by a 64-bit hash; at most 16 bytes of memory "
+                            "for each")
     build.add_argument("--part", type=part, default=(1, 1), metavar="I/N",
                        help="only the I-th of N parts of the files, on one of N machines; then merge. "
                             "--dedup sees the documents of its part alone")

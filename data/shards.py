@@ -14,6 +14,7 @@ sources     where they come from, not read by a run: {"name", "revision" (a comm
             are for validation, "malformed", "blank" and "duplicates", records that were left out
 split       of a build: {"val_below": documents whose hash is below it are for validation, "dedup": whether duplicates
             were dropped}
+build       of a build: sha256 of its command and of the names and sizes of its files
 part        [i, n] of a build of the i-th of n parts of its files, until they are merged; part_of: sha256 of their list
 mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count as a pass, "sources", in the order of
             the lists above: [{"name", "share": a whole number, "folder" (not in the fingerprint), "fingerprint": of its

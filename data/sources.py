@@ -38,6 +38,7 @@ class Source(NamedTuple):
     name: str
     revision: str
     files: list
+    asked: str = ""  # the words that named it on the Hub, where the same words may name other files tomorrow
 
 
 class Reading(NamedTuple):
@@ -63,6 +64,7 @@ class Piece(NamedTuple):
     file: str
     data: bytes
     ends: bool
+    starts: bool = True
     note: str = ""
     place: tuple = (0, 0)  # (number of its file, its number in that file)
     crc: int = 0  # of the file's pieces so far
@@ -222,13 +224,14 @@ BEGINS_WORD = frozenset([*range(0x21, 0x7F), *range(0xC3, 0xE1), *range(0xE4, 0x
 def cut_point(data, begin):
     """Where the chunk that begins there ends, at most CHUNK bytes on.
 
-    It ends before the last newline, or else space, that a word follows: GPT-2's pattern never joins such a
-    blank to what is before it, so the ids are those of the uncut text. Else it ends between two characters.
+    It ends before the last newline, or else space, that stands alone between words, so the ids are those of the uncut
+    text: no vocabulary joins such a blank to what is before it. Else before one that a word follows: GPT-2's pattern
+    does not join that either. Else between two characters.
     """
     limit = begin + CHUNK
-    for blank in (b"\n", b" "):
+    for alone, blank in ((True, b"\n"), (True, b" "), (False, b"\n"), (False, b" ")):
         cut = data.rfind(blank, begin + 1, limit)
-        while cut >= 0 and data[cut + 1] not in BEGINS_WORD:
+        while cut >= 0 and (data[cut + 1] not in BEGINS_WORD or alone and data[cut - 1:cut].isspace()):
             cut = data.rfind(blank, begin + 1, cut)
         if cut >= 0:
             return cut
@@ -344,9 +347,13 @@ def parquet_texts(table, column, kind, pyarrow):
             yield from batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
 
 
+def kind_here(name, how):
+    return how.stdin_format if name == "-" else kind_of(name)
+
+
 def read_file(file, how):
     """Yields (chunk, bytes of the file read) for a file."""
-    kind = how.stdin_format if file.name == "-" else kind_of(file.name)
+    kind = kind_here(file.name, how)
     with how.fetch(file.name) as path:
         yield from (read_parquet(path, file.name, how.column) if kind == "parquet" else
                     read_stream(path, file.name, kind, how))
@@ -363,8 +370,10 @@ def read_stream(path, name, kind, how):
 # -- their pieces
 
 
-def document_hash(first_chunk):
-    return int.from_bytes(hashlib.sha256(first_chunk).digest()[:8], "big")
+def document_hash(first_chunk, parted):
+    """The hash that chooses the side of a document. Of one that is parted from others by a separator, the blanks about
+    it do not count: it may be the first of its file, and have no newline before it, or stand after another."""
+    return int.from_bytes(hashlib.sha256(first_chunk.strip() if parted else first_chunk).digest()[:8], "big")
 
 
 class Extremes:
@@ -402,34 +411,39 @@ def another(file):
 
 
 def file_pieces(source, number, file, how, limit, extremes):
-    crc, split = 0, "train"
+    crc, split, parted = 0, "train", bool(how.separator) and kind_here(file.name, how) == "text"
     for count, (chunk, read) in enumerate(read_file(file, how), 1):
         if chunk.starts and not chunk.note:
-            value = document_hash(chunk.data)
+            value = document_hash(chunk.data, parted)
             extremes.add(value)
             split = "val" if value < limit else "train"
         crc = zlib.crc32(chunk.note.encode("utf-8", "replace"), zlib.crc32(chunk.data, crc))
-        yield Piece(source, split, file.name, chunk.data, chunk.ends, chunk.note, (number, count), crc, read)
+        yield Piece(source, split, file.name, chunk.data, chunk.ends, chunk.starts, chunk.note, (number, count), crc,
+                    read)
 
 
 # -- duplicates
 
 
 class Seen:
-    """A growing set of 64-bit hashes at 8 bytes each: a sorted array, and a small set of the newest."""
+    """A growing set of 64-bit hashes: for each value of the top byte a sorted array, which takes in the newest, a small
+    set, one byte at a time, so that few are copied at once."""
 
     def __init__(self, keys=()):
-        self.sorted, self.new = np.unique(np.array(keys, np.uint64)), set()
+        keys = np.unique(np.array(keys, np.uint64))
+        ends = np.searchsorted(keys, np.arange(1, 256, dtype=np.uint64) << np.uint64(56))
+        self.sorted, self.new = [part.copy() for part in np.split(keys, ends)], [set() for _ in range(256)]
 
     def add(self, key):
         """Adds a hash; whether it is new."""
-        at = int(np.searchsorted(self.sorted, np.uint64(key)))
-        if key in self.new or at < len(self.sorted) and int(self.sorted[at]) == key:
+        old, new = self.sorted[key >> 56], self.new[key >> 56]
+        at = int(np.searchsorted(old, np.uint64(key)))
+        if key in new or at < len(old) and int(old[at]) == key:
             return False
-        self.new.add(key)
-        if len(self.new) > max(1 << 16, len(self.sorted) // 8):
-            new = np.fromiter(self.new, np.uint64, len(self.new))
-            self.sorted, self.new = np.union1d(self.sorted, new), set()
+        new.add(key)
+        if len(new) > max(1 << 8, len(old) // 16):
+            self.sorted[key >> 56] = np.union1d(old, np.fromiter(new, np.uint64, len(new)))
+            new.clear()
         return True
 
 

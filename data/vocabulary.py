@@ -37,6 +37,10 @@ class Tokenizer:
         self._texts = texts
         self._specials = specials
 
+    def later_ids(self, data):
+        """The ids of a text that goes on after another one, without what may be put in front of a text."""
+        return self.encode_bytes(data)
+
     def encode(self, text):
         """The ids of a text, without eot."""
         return self.encode_bytes(text.encode("utf-8", "replace")).tolist()
@@ -76,13 +80,15 @@ def load_tokenizer(identity, vocab_size=0, file=""):
     return tokenizer
 
 
-def named_tokenizer(word, vocab_size=0):
+def named_tokenizer(word, vocab_size=0, end=""):
     """The tokenizer named on the command line: bytes, none, an encoding of tiktoken, or the path of a tokenizer.json
-    or of its folder."""
+    or of its folder, in which `end` ends a document."""
     known = {"bytes": BYTES, "gpt2": GPT2, "none": NO_TOKENIZER}
     file = os.path.join(word, "tokenizer.json") if os.path.isdir(word) else word
     if word not in known and (os.path.isfile(file) or word.endswith(".json")):
-        return load_tokenizer({"kind": "tokenizer.json", "name": word, "sha256": "", "eot": -1}, file=file)
+        return json_tokenizer(file, {"eot": -1}, (end,) if end else ENDS_OF_TEXT)
+    if end:
+        raise ValueError(f"--end-of-text goes with a tokenizer.json; {word} has an end of text of its own")
     return load_tokenizer(known.get(word, {"kind": "tiktoken", "name": word, "sha256": ""}), vocab_size)
 
 
@@ -144,10 +150,10 @@ def tiktoken_tokenizer(name):
 # -- tokenizer.json
 
 
-def json_tokenizer(file, identity):
+def json_tokenizer(file, identity, ends=ENDS_OF_TEXT):
     """The tokenizer of a tokenizer.json; its sha256 is that of the file, its name tells no path.
 
-    Its end of text is id identity["eot"], where that is -1 the first of ENDS_OF_TEXT that it has.
+    Its end of text is id identity["eot"], where that is -1 the first of `ends` that it has.
     """
     try:
         import tokenizers
@@ -169,7 +175,7 @@ def json_tokenizer(file, identity):
     if vocab_size > LARGEST_VOCAB:
         raise ValueError(f"{file} has {vocab_size:,} ids and uint16 shards hold at most {LARGEST_VOCAB:,}; use a "
                          "smaller one, or 'prepare.py train-tokenizer' makes one of a size that you choose")
-    eot = end_of_text(file, library, vocabulary) if identity["eot"] < 0 else identity["eot"]
+    eot = end_of_text(file, library, vocabulary, ends) if identity["eot"] < 0 else identity["eot"]
     parts = json.loads(content)
     kind = parts["model"].get("type") or "tokenizer"
     identity = {"kind": "tokenizer.json", "name": f"{kind.lower()}-{vocab_size}",
@@ -179,14 +185,14 @@ def json_tokenizer(file, identity):
     return tokenizer
 
 
-def end_of_text(file, library, vocabulary):
+def end_of_text(file, library, vocabulary, ends):
     """The id that ends a document. Raises ValueError where there is none, or where text could contain it."""
     special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
-    for text in ENDS_OF_TEXT:
+    for text in ends:
         if text in vocabulary and text in special:
             return vocabulary[text]
-    raise ValueError(f"{file} has no end-of-text token: none of {', '.join(ENDS_OF_TEXT)} is among its special tokens "
-                     f"({', '.join(sorted(special)) or 'it has none'})")
+    raise ValueError(f"{file} has no end-of-text token: none of {', '.join(ends)} is among its special tokens "
+                     f"({', '.join(sorted(special)) or 'it has none'}); --end-of-text names one of them")
 
 
 class LibraryTokenizer(Tokenizer):
@@ -207,6 +213,11 @@ class LibraryTokenizer(Tokenizer):
     def library_ids(self, data):
         text = data.decode("utf-8", "replace")
         return np.array(self.library.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def later_ids(self, data):
+        lead, ids = self.library_ids(b"a"), self.library_ids(b"a" + data)
+        return ids[len(lead):] if data[:1].isspace() and ids[:len(lead)].tolist() == lead.tolist() else (
+            self.library_ids(data))
 
     def decode(self, ids):
         if self.is_byte_level:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -164,8 +165,10 @@ def test_append_refuses_what_does_not_belong(growing, capsys):
     write_data(growing / "ids", 100)
     shards = prepare.read_manifest(growing / "ids")["train"]
     prepare.write_manifest(growing / "ids", prepare.GPT2, 50257, shards, [], [])
+    command("import", new / "train-00000.bin", "--tokenizer=bytes", "--out", growing / "imported")
     for folder, text in (("leaky", "trains on documents that are for validation here"), ("part", "merge the parts"),
-                         ("ids", "its vocab_size is 50257, here it is 257"), ("data", "is in the data already")):
+                         ("ids", "its vocab_size is 50257, here it is 257"), ("data", "is in the data already"),
+                         ("imported", "nothing says whether its documents are for validation here")):
         message = refused(capsys, "append", data, growing / folder)
         assert "nothing was appended" in message and text in message, message
     assert "named 2 times" in refused(capsys, "append", data, new, new)
@@ -179,7 +182,7 @@ def test_append_refuses_what_does_not_belong(growing, capsys):
         assert "another process is at work" in refused(capsys, "append", data, growing / "leaky")
     assert (data / "manifest.json").read_bytes() == before
     words = ["build", growing / "more", "--out", growing / "x", "--like"]
-    assert "leave --tokenizer out" in refused(capsys, *words, data, "--tokenizer=bytes")
+    assert "leave --tokenizer and --end-of-text out" in refused(capsys, *words, data, "--tokenizer=bytes")
     assert "does not say which documents" in refused(capsys, *words, growing / "ids")
 
 
@@ -210,12 +213,32 @@ def test_status_of_data(growing, capsys):
     said, manifest = capsys.readouterr().out, prepare.read_manifest(growing / "data")
     tokens = sum(row["tokens"] for row in manifest["train"])
     assert f"{(tokens - 1) // 100:,} training windows of 100 tokens" in said
+    assert "no hash has been compared here yet; 'verify' does" in said
     row, = manifest["sources"]
     assert f"{row['tokens']:,} tokens in 80 documents of {growing / 'in'}\n" in said
     texts_of(growing / "in", {"9.jsonl": b"{\n"})
     build(growing / "again", growing / "in")
     command("status", growing / "again")
     assert "left out 1 malformed" in capsys.readouterr().out
+
+
+def test_status_says_which_shards_had_their_hashes(growing, capsys):
+    data = growing / "data"
+    command("verify", data)
+    capsys.readouterr()
+    command("status", data)
+    count = len(prepare.all_shards(prepare.read_manifest(data)))
+    assert re.search(rf"{count} of {count} had their hashes on [-\d]+ [:\d]+ and have not been touched since\n",
+                     capsys.readouterr().out)
+    command("append", data, growing / "new")
+    os.utime(data / "train-00000.bin")
+    command("status", data)
+    grown = len(prepare.all_shards(prepare.read_manifest(data)))
+    said = capsys.readouterr().out
+    assert grown > count and f"{count - 1} of {grown} had their hashes" in said and "'verify' compares all" in said
+    (data / "verified.json").write_text("[]")
+    command("status", data)
+    assert "no hash has been compared here yet" in capsys.readouterr().out
 
 
 def write_run(out_dir, shards, windows, segments=(), rates=(100.0, 100.0, 100.0)):

@@ -164,7 +164,7 @@ def test_the_manifest_is_the_documented_one(tmp_path):
     manifest = build(tmp_path / "out", texts_of(tmp_path / "in", {"a": "abc", "b": "defgh"}), val_ratio=0)
     content = (tmp_path / "out" / "train-00000.bin").read_bytes()
     assert content == np.array([97, 98, 99, EOT, 100, 101, 102, 103, 104, EOT], "<u2").tobytes()
-    assert list(manifest) == ["format", "dtype", "vocab_size", "tokenizer", "train", "val", "sources", "split"]
+    assert list(manifest) == ["format", "dtype", "vocab_size", "tokenizer", "train", "val", "sources", "split", "build"]
     assert manifest["split"] == {"val_below": 0, "dedup": False}
     assert (manifest["format"], manifest["dtype"], manifest["vocab_size"]) == (1, "uint16", 257)
     assert manifest["tokenizer"] == prepare.BYTES
@@ -268,6 +268,9 @@ def test_validation_does_not_depend_on_order_or_names(tmp_path):
     assert set(val) < set(documents_of(tmp_path / "out3", "val")), "more documents move none"
     build(tmp_path / "out4", tmp_path / "in1", val_ratio=0.2)
     assert set(val) < set(documents_of(tmp_path / "out4", "val")), "a larger share moves none back"
+    turned = texts_of(tmp_path / "in5", {"one.txt": "\n" + "\n==\n\n".join(texts[::-1])})
+    build(tmp_path / "out5", turned, document_separator="==", val_ratio=0.1)
+    assert sorted(map(bytes.strip, documents_of(tmp_path / "out5", "val"))) == sorted(val), "nor do newlines"
 
 
 @pytest.mark.parametrize("ratio", [1e-9, 0.999999])
@@ -639,6 +642,6 @@ def test_as_a_script(tmp_path):
     done = run("build", "in", "--out", "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert "documents              5" in done.stdout and "bytes, 257 ids" in done.stdout
-    again = run("build", "in", "--out", "out")
+    again = run("build", "in", "--out", "out", "--val-ratio=0.5")
     assert again.returncode == 2 and "Traceback" not in again.stderr and "prepare.py: " in again.stderr
     assert run("import").returncode == 2

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pyarrow
@@ -256,8 +257,19 @@ def test_the_set_of_hashes(monkeypatch):
     keys = draw.integers(0, 2**64, 150_000, np.uint64).tolist() + [0, 2**64 - 1, 2**63]
     seen = sources.Seen(np.array(keys[:1000], np.uint64))
     assert all(seen.add(key) for key in keys[1000:])
-    assert len(seen.sorted) > 1000, "the small set was merged"
+    assert sum(map(len, seen.sorted)) > 100_000, "the small sets were merged"
     assert not any(seen.add(key) for key in keys)
+
+
+def test_the_set_of_hashes_is_small(monkeypatch):
+    count, draw = 1_000_000, np.random.default_rng(1)
+    seen, keys = sources.Seen(), draw.integers(0, 2**64, count, np.uint64)
+    tracemalloc.start()
+    for key in keys:
+        seen.add(int(key))
+    used, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 8 * count < used <= peak < 16 * count
 
 
 # -- killed, and gone on
@@ -332,8 +344,22 @@ def test_killed_again_and_again_it_comes_to_its_end(tmp_path, monkeypatch, capsy
         kills += 1
         assert kills < 100
     assert kills > 5 and all_bytes(out) == all_bytes(tmp_path / "whole")
-    refused(capsys, *words_for(folder, out))  # which also clears away what a kill after the end has left
+    assert prepare.main(words_for(folder, out)) == 0  # which also clears away what a kill after the end has left
     assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
+
+
+def test_a_finished_build_answers_its_own_command_and_no_other(tmp_path, monkeypatch, capsys):
+    folder, out = texts_of(tmp_path / "in", {f"{i}": sentences(i, 500) for i in range(9)}), tmp_path / "out"
+    assert prepare.main(words_for(folder, out)) == 0
+    before, said = all_bytes(out), capsys.readouterr().out
+    monkeypatch.setattr(building, "encode_into", None)  # nothing is done again
+    assert prepare.main(words_for(folder, out)) == 0
+    again = capsys.readouterr()
+    assert "has been built already by this command from the same files" in again.err and again.out == said
+    assert "is not an empty folder" in refused(capsys, *words_for(folder, out), "--val-ratio=0.3")
+    (folder / "4").write_text("another size")
+    assert "is not an empty folder" in refused(capsys, *words_for(folder, out))
+    assert all_bytes(out) == before
 
 
 def test_what_is_done_is_not_encoded_again(tmp_path, monkeypatch):
@@ -357,13 +383,35 @@ def test_a_half_done_build_goes_on_only_with_the_same_command_and_files(tmp_path
     assert killed_after(60, words_for(folder, out))
     half_done = all_bytes(tmp_path / ".out.building" / "data")
     assert "other val_ratio is half done" in refused(capsys, *words_for(folder, out), "--val-ratio=0.3")
-    (folder / "e.txt").write_text("one more")
-    assert "other inputs is half done" in refused(capsys, *words_for(folder, out))
+    assert "other inputs is half done" in refused(
+        capsys, "build", str(folder / "b.txt"), *words_for(folder, out)[1:])
     assert all_bytes(tmp_path / ".out.building" / "data") == half_done
-    os.remove(folder / "e.txt")
     with building.locked(tmp_path / ".out.building"):
         assert "another process is at work" in refused(capsys, *words_for(folder, out))
     assert prepare.main(words_for(folder, out)) == 0
+
+
+def test_a_build_goes_on_with_the_files_that_it_began_with(tmp_path, monkeypatch, capsys):
+    files = {name: sentences(i, 1500) for i, name in enumerate("adefz")}
+    folder, out = texts_of(tmp_path / "in", files), tmp_path / "out"
+    monkeypatch.setattr(sources, "CHUNK", 600)
+    monkeypatch.setattr(building, "SAVE_S", 0)
+    assert killed_after(60, words_for(folder, out))
+    place, _ = json.loads((tmp_path / ".out.building" / "journal.json").read_text())["place"]
+    assert 1 <= place <= 2, "some are behind and some to come"
+    texts_of(folder, {"b": "a file that came later, and sorts before what is to come", "z": "not as it was"})
+    stood, aside = (folder / "a").stat(), tmp_path / "aside"
+    for change in (lambda: (folder / "a").write_text("changed"), (folder / "a").unlink):
+        os.replace(folder / "a", aside)
+        (folder / "a").write_text("")
+        change()
+        assert f"{folder / 'a'} is in the half-done shards" in refused(capsys, *words_for(folder, out))
+        os.replace(aside, folder / "a")
+    assert (folder / "a").stat().st_mtime_ns == stood.st_mtime_ns
+    assert prepare.main(words_for(folder, out)) == 0
+    assert f"had begun when they came (1): {folder / 'b'}" in capsys.readouterr().err
+    built = [document.decode() for split in ("train", "val") for document in documents_of(out, split)]
+    assert sorted(built) == sorted([*(files[name] for name in "adef"), "not as it was"])
 
 
 def test_standard_input_goes_on_only_with_the_same_beginning(tmp_path, monkeypatch, capsys):

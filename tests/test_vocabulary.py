@@ -13,7 +13,7 @@ import tokenizers
 from test_prepare import build, ids_of, refused, sentences, texts_of
 from test_sources import all_bytes, lines
 
-from data import prepare, vocabulary
+from data import prepare, sources, vocabulary
 
 ROOT = Path(prepare.__file__).resolve().parents[1]
 ODD = "na\u00efve \u6771\u4eac \U0001f680\r\n\t  end\0 <|endoftext|>"
@@ -135,6 +135,47 @@ def test_ids_that_are_no_bytes_are_decoded_by_the_library(tmp_path):
     assert tokenizer.encode("the run stops") == [0, 1, 3] and tokenizer.eot == 4
     assert tokenizer.decode([0, 1, 4, 77]) == "the run </s>"
     assert tokenizer.token_bytes().tolist() == [0] * 5, "their bytes are not known"
+
+
+def with_prefix(library, pre_tokenizer=None, normalizer=None):
+    """A vocabulary of single characters and pairs, whose texts begin with something of their own."""
+    library.pre_tokenizer, library.normalizer = pre_tokenizer, normalizer
+    return special(library, ["</s>"])
+
+
+@pytest.mark.parametrize("more", [
+    {"pre_tokenizer": tokenizers.pre_tokenizers.Metaspace()},
+    {"pre_tokenizer": tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    {"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("\u2581"),
+                                                    tokenizers.normalizers.Replace(" ", "\u2581")])}])
+def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, monkeypatch, more):
+    text = sentences(7, 3000)
+    letters = [*sorted({*text, *tokenizers.pre_tokenizers.ByteLevel.alphabet()}), "\u2581"]
+    merges = [("e", "r"), ("o", "n"), ("\u2581", "t"), ("\u0120", "t"), ("\u2581", "\u2581")]
+    vocab = {word: i for i, word in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    (tmp_path / "t.json").write_text(with_prefix(library, **more))
+    folder = texts_of(tmp_path / "in", {"long": text})
+    whole = prepare.named_tokenizer(str(tmp_path / "t.json")).encode(text)
+    assert len(whole) > 1000
+    for chunk in (97, 333, 1 << 20):
+        monkeypatch.setattr(sources, "CHUNK", chunk)
+        build(tmp_path / f"out{chunk}", folder, tokenizer=tmp_path / "t.json", val_ratio=0)
+        assert ids_of(tmp_path / f"out{chunk}", "train").tolist()[:-1] == whole, chunk
+
+
+def test_the_end_of_text_can_be_named(tmp_path, capsys):
+    folder = texts_of(tmp_path / "in", {"a": "the run", "b": "run"})
+    (tmp_path / "t.json").write_text(words({"the": 0, "run": 1}, end="[SEP]"))
+    given = ["build", folder, "--out", tmp_path / "out", "--tokenizer", tmp_path / "t.json", "--val-ratio=0"]
+    assert "--end-of-text names one of them" in (message := refused(capsys, *given)) and "[SEP]" in message
+    assert "none of [CLS] is" in refused(capsys, *given, "--end-of-text=[CLS]")
+    assert prepare.main([*map(str, given), "--end-of-text=[SEP]"]) == 0
+    assert ids_of(tmp_path / "out", "train").tolist() == [0, 1, 3, 1, 3]
+    manifest = prepare.read_manifest(tmp_path / "out")
+    assert prepare.open_tokenizer(manifest, pytest.fail, str(tmp_path / "out")).eot == 3
+    assert "goes with a tokenizer.json" in refused(
+        capsys, "build", folder, "--out", tmp_path / "o", "--tokenizer=bytes", "--end-of-text=x")
 
 
 def test_what_is_refused(corpus, tmp_path, capsys):
