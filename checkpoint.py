@@ -81,14 +81,22 @@ def write_json(path, obj):
         temporary.unlink(missing_ok=True)
 
 
+one_line = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each line
+
+
 def append_line(path, obj):
     """Append a line of JSON by a single write: a kill tears the last line at most. Raises: as write_json."""
-    line = json.dumps(obj, allow_nan=False).encode() + b"\n"
+    line = one_line(obj)
     with open(path, "ab", buffering=0) as file:
-        written = file.write(line)
-    if written < len(line):
-        mend(path)  # or the next line would be glued to half of this one
-        raise OSError(f"{path}: only {written} of {len(line)} bytes could be written; is the disk full?")
+        write_line(file, line)
+
+
+def write_line(file, line):
+    """As append_line, for a file that is open to append to, without a buffer."""
+    line = line.encode() + b"\n"
+    if (written := file.write(line)) < len(line):
+        mend(file.name)  # or the next line would be glued to half of this one
+        raise OSError(f"{file.name}: only {written} of {len(line)} bytes could be written; is the disk full?")
 
 
 def mend(path):
@@ -688,6 +696,7 @@ class Journal:
     claimed: bool = False  # the folder is locked by this run: its status and errors/ are ours to write
     early: list = field(default_factory=list)  # events from before the session has its number
     turn: object = field(default_factory=threading.Lock)  # training and saving write lines
+    files: dict = field(default_factory=dict)  # open to append to: between two steps the way to a file is a long one
 
     def report(self, event, **fields):
         """One line of events.jsonl; `step` among the fields says that it is of another step than the present one."""
@@ -703,9 +712,12 @@ class Journal:
     def line(self, name, row):
         """One line of a jsonl file; a disk that takes none costs the line, not the run."""
         if self.writes:
+            line = one_line(row)
             try:
                 with self.turn:
-                    append_line(Path(self.out_dir) / name, row)
+                    if name not in self.files:
+                        self.files[name] = open(f"{self.out_dir}/{name}", "ab", buffering=0)
+                    write_line(self.files[name], line)
             except OSError as error:
                 print(f"a line of {name} is lost: {error}", file=sys.stderr, flush=True)
 

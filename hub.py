@@ -36,7 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STEP = re.compile("step_([0-9]{8}|[1-9][0-9]{8,})")
-STORY = ("metrics.jsonl", "events.jsonl", "windows.jsonl", "config.json")  # of a run, up to a checkpoint; and samples/
+STORY = (  # of a run, up to a checkpoint; and samples/. Energy is counted on from the last line of machine.jsonl
+    "metrics.jsonl", "events.jsonl", "windows.jsonl", "machine.jsonl", "config.json")
 WEIGHTS = ("model.safetensors", "model.json", "tokenizer.json", "manifest.json")
 POINTER = {"format": int, "run": str, "step": int, "tokens": int, "windows": int, "checkpoint": str,
            "manifest_sha256": str, "commit": str, "nonce": str}

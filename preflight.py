@@ -6,6 +6,7 @@ that says what was asked, what was found and what would do.
 import collections
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import math
@@ -314,6 +315,12 @@ def free_gb(path):
     return shutil.disk_usage(path).free / 1e9
 
 
+@functools.lru_cache(1)
+def free_gb_around(path, moment):
+    """free_gb, asked for once in each `moment`, so that a row of each step need not."""
+    return round(free_gb(path), 3)
+
+
 def check_disk(path, min_free_gb):
     """Raises ValueError where less than `min_free_gb` are free."""
     if free_gb(path) < min_free_gb:
@@ -489,9 +496,11 @@ class Stages:
 
 def say(text):
     """Prints a line at once; a terminal that is gone or a full disk under a log costs the line, not the run."""
-    with contextlib.suppress(OSError):
+    try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
+    except OSError:
+        pass
 
 
 def describe(say, counts, flops, expected_loss, found_loss, stream, pass_tokens, settings, micro_batches, world_size,

@@ -881,7 +881,8 @@ def main():
                     row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order,
                                       batch_tokens, block_size)
                     row |= tokens_by_source(row["windows"], order, data_seed, block_size)
-                    row |= {"lr": learning_rate * factor, "free_gb": round(preflight.free_gb(out_dir), 3),
+                    row |= {"lr": learning_rate * factor,
+                            "free_gb": preflight.free_gb_around(out_dir, row["time"] // 5),
                             "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
                             "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
                     journal.line("metrics.jsonl", row)
