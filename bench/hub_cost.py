@@ -1,17 +1,20 @@
 """What the Hub costs a run: step time while a checkpoint is pushed, seconds a push takes, a cold start by phase.
 
-    python bench/hub_cost.py                    3 rounds of three sessions of 60 steps, 10.8M parameters (130 MB)
+    python bench/hub_cost.py                    3 rounds of four sessions, 10.8M parameters (130 MB)
     python bench/hub_cost.py --rounds 1
 
-Each round trains the same steps without a Hub, with one that takes connections and says nothing (what is left is what
-training itself spends on the Hub), and with one that works; their order alternates. The Hub is the tests' stand-in on
-this machine, an idle process: its work belongs to another machine and is not the run's. Then a session begins
-on an empty disk. Prints a table, then one JSON line.
+Each round trains the same 60 steps without a Hub, with one that takes connections and says nothing (what is left is
+what training itself spends on the Hub), and with one that works; their order alternates. In a fourth session, of short
+steps, the process that pushes is stopped and let go on by turns, every few steps, and the steps while it runs are
+compared with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows
+a difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process: its work belongs to
+another machine and is not the run's. Last, a session begins on an empty disk. Prints a table, then one JSON line.
 """
 import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,8 @@ import hub_server
 
 ARMS = ("off", "silent", "on")
 STEPS, INTERVAL, FIRST = 60, 20, 6  # steps of a session, from checkpoint to checkpoint, and the first that counts
+SHORT = ["--batch_size=2", "--batch_tokens=512", "--checkpoint_interval=60", "--max_steps=240"]  # the fourth session
+TURN = 4  # its steps from turn to turn, the first of which is of neither
 WORDS = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--vocab_size=257", "--block_size=256", "--batch_size=8",
          "--batch_tokens=2048", "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-4", "--eval_interval=0",
          "--eval_tokens=2048", "--sample_interval=0", "--log_interval=1", "--data_verify=off", "--device=cpu",
@@ -52,14 +57,62 @@ def lines(path):
 
 def session(out_dir, data, environment, *words):
     """Trains; the rows of the steps that count and the events of this session."""
+    return told(begin(out_dir, data, environment, *words), out_dir)
+
+
+def begin(out_dir, data, environment, *words):
     with open(out_dir.with_suffix(".log"), "w") as log:
-        done = subprocess.run([sys.executable, "train.py", *WORDS, f"--data_dir={data}", f"--out_dir={out_dir}",
-                               *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
-    assert done.returncode == 0, out_dir.with_suffix(".log").read_text()[-2000:]
+        return subprocess.Popen([sys.executable, "train.py", *WORDS, f"--data_dir={data}", f"--out_dir={out_dir}",
+                                 *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+
+def told(process, out_dir):
+    assert process.wait() == 0, out_dir.with_suffix(".log").read_text()[-2000:]
     events = lines(out_dir / "events.jsonl")
     mine = events[-1]["session"]
     return ([row for row in lines(out_dir / "metrics.jsonl") if row["session"] == mine and row["step"] >= FIRST],
             [row for row in events if row["session"] == mine])
+
+
+def taking_turns(out_dir, data, environment):
+    """Trains while the process that pushes runs and stands by turns; [(time of the day, whether it runs)] and as
+    `session`. Whether it runs is None where there was none."""
+    turns, rows_seen, process = [], 0, begin(out_dir, data, environment, *SHORT)
+    while process.poll() is None:
+        time.sleep(0.01)
+        child, steps = pushing_child(process.pid), rows_in(out_dir / "metrics.jsonl")
+        if not child:
+            turns.append((time.time(), None))
+        elif steps >= rows_seen + TURN or turns[-1][1] is False and time.time() > turns[-1][0] + 5:  # no more come
+            rows_seen, runs = steps, turns[-1][1] is False
+            os.kill(child, signal.SIGCONT if runs else signal.SIGSTOP)
+            turns.append((time.time(), runs))
+    return turns, *told(process, out_dir)
+
+
+def rows_in(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def pushing_child(parent):
+    """The process under this one that pushes, or None."""
+    for task in Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in task.read_text().split():
+            if b"hub.py\0work\0push" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return None
+
+
+def ratios_of(turns, rows, events):
+    """Mean time of the steps in each turn in which a push runs / in the turn after or, once more, before it."""
+    saves, means = spans_of(events)[0], []
+    for (began, runs), (ended, _) in zip(turns, turns[1:]):
+        steps = [row["step_ms"] for row in rows if during(row, [(began, ended)], True)
+                 and not during(row, saves, False)] if runs is not None else []
+        means.append((runs, statistics.mean(steps) if steps else None))
+    pairs = [(a, b) if runs else (b, a) for (runs, a), (other, b) in zip(means, means[1:])
+             if a and b and {runs, other} == {True, False}]
+    return [running / standing for running, standing in pairs]
 
 
 def spans_of(events):
@@ -78,18 +131,14 @@ def during(row, spans, wholly):
 
 
 def step_times(rows, events):
-    """Milliseconds: mean over all steps, median where nothing else runs, median while a push alone runs (None: no
-    such step)."""
-    saves, pushes = spans_of(events)
-    alone = [row["step_ms"] for row in rows if not during(row, [*saves, *pushes], False)]
-    pushing = [row["step_ms"] for row in rows if during(row, pushes, True) and not during(row, saves, False)]
+    """Milliseconds: mean over all steps, median where no save and no push runs, and the longest wait for a save."""
+    alone = [row["step_ms"] for row in rows if not during(row, [*spans_of(events)[0], *spans_of(events)[1]], False)]
     return {"mean_ms": statistics.mean(row["step_ms"] for row in rows), "alone_ms": statistics.median(alone),
-            "pushing_ms": statistics.median(pushing) if pushing else None, "pushing_steps": len(pushing),
             "stall_ms": 1000 * max(row["stall_s"] for row in events if row["event"] == "save")}
 
 
 def one_round(number, folder, data, hubs):
-    """A session of each arm; {arm: its times} and the events of the one that pushes."""
+    """A session of each arm and one of turns; {arm: its times}, its ratios, and the events of the one that pushes."""
     found, order = {}, ARMS if number % 2 == 0 else ARMS[::-1]
     for arm in order:
         words = [] if arm == "off" else [f"--hub_repo=me/run-{number}", "--hub_exit_minutes=" + (
@@ -99,7 +148,7 @@ def one_round(number, folder, data, hubs):
         found[arm] = step_times(rows, events)
         if arm == "on":
             pushed = events
-    return found, pushed
+    return found, ratios_of(*taking_turns(folder / f"turns-{number}", data, hubs["turns"])), pushed
 
 
 def cycles(events):
@@ -116,7 +165,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    began, rounds, pushes, processes = time.monotonic(), [], [], []
+    began, rounds, turns, pushes, processes = time.monotonic(), [], [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text("the run after so many kills is the same run. " * 20000)
@@ -126,13 +175,14 @@ def main():
                        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         try:
             hubs = {}
-            for arm, faults in (("on", []), ("silent", [{"kind": "hang", "match": "POST .*(preupload|batch|commit)",
-                                                         "times": 0}])):
+            hang = {"kind": "hang", "match": "POST .*(preupload|batch|commit)", "times": 0}
+            for arm, faults in (("on", []), ("turns", []), ("silent", [hang])):
                 process, hubs[arm] = start_hub(folder / f"hub-{arm}", faults)
                 processes.append(process)
             for number in range(asked.rounds):
-                found, events = one_round(number, folder, data, hubs)
+                found, ratios, events = one_round(number, folder, data, hubs)
                 rounds.append(found)
+                turns.append(ratios)
                 pushes += cycles(events)
             cold, events = session(folder / "cold", data, hubs["on"], f"--hub_repo=me/run-{asked.rounds - 1}",
                                    f"--max_steps={STEPS + 2}")
@@ -141,22 +191,23 @@ def main():
             for process in processes:
                 process.kill()
                 process.wait()
-    report(rounds, pushes, events, time.monotonic() - began)
+    report(rounds, turns, pushes, events, time.monotonic() - began)
 
 
-def report(rounds, pushes, cold_events, seconds):
+def report(rounds, turns, pushes, cold_events, seconds):
+    assert all(turns), "no push was under way while the steps of the fourth session were done"
     ratios = {
-        "while a push runs / alone, same session": [r["on"]["pushing_ms"] / r["on"]["alone_ms"] for r in rounds
-                                                    if r["on"]["pushing_ms"]],
+        "while a push runs / while it stands": [statistics.median(found) for found in turns],
         "all steps, Hub / without": [r["on"]["mean_ms"] / r["off"]["mean_ms"] for r in rounds],
         "all steps, silent Hub / without": [r["silent"]["mean_ms"] / r["off"]["mean_ms"] for r in rounds]}
     print(f"{'milliseconds':28}" + "".join(f"{arm:>12}" for arm in ARMS))
-    for key in ("mean_ms", "alone_ms", "pushing_ms", "stall_ms", "pushing_steps"):
-        cells = [[r[arm][key] for r in rounds if r[arm][key] is not None] for arm in ARMS]
-        print(f"{key:28}" + "".join(f"{statistics.median(cell):12.1f}" if cell else f"{'-':>12}" for cell in cells))
+    for key in ("mean_ms", "alone_ms", "stall_ms"):
+        print(f"{key:28}" + "".join(f"{statistics.median(r[arm][key] for r in rounds):12.1f}" for arm in ARMS))
     for name, found in ratios.items():
-        if found:
-            print(f"{name:42} {statistics.median(found):.4f}  ({min(found):.4f} to {max(found):.4f}, n {len(found)})")
+        print(f"{name:42} {statistics.median(found):.4f}  ({min(found):.4f} to {max(found):.4f}, n {len(found)})")
+    every = sorted(ratio for found in turns for ratio in found)
+    low, middle_pair, high = statistics.quantiles(every, n=4)
+    print(f"{len(every)} pairs of turns in all: median {middle_pair:.4f}, half of them {low:.4f} to {high:.4f}")
     middle = {key: statistics.median(row[key] for row in pushes) for key in pushes[0]}
     spread = f"{min(row['all_s'] for row in pushes):.2f} to {max(row['all_s'] for row in pushes):.2f}, n {len(pushes)}"
     parts = ", ".join(f"{key} {middle[key]:.2f}" for key in ("push_s", "verify_s", "pointer_s"))
@@ -165,7 +216,8 @@ def report(rounds, pushes, cold_events, seconds):
     [start], [pull] = ([row for row in cold_events if row["event"] == name] for name in ("start", "pull"))
     stages = start["stages"] | {key: value for key, value in pull.items() if key.endswith("_s")}
     print("cold start, seconds: " + ", ".join(f"{key} {value:.2f}" for key, value in stages.items()))
-    print(json.dumps({"bench": "hub_cost", "rounds": rounds, "ratios": ratios, "push": middle, "cold_start": stages,
+    print(json.dumps({"bench": "hub_cost", "rounds": rounds, "turns": turns, "ratios": ratios,
+                      "pairs_median": middle_pair, "push": middle, "cold_start": stages,
                       "minutes": round(seconds / 60, 1), "cores": os.cpu_count(), "python": platform.python_version(),
                       "load": round(os.getloadavg()[0], 2)}))
 
