@@ -339,14 +339,21 @@ def new_optimizer(model, optimizer, ranks, scaling, **constants):
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(count + 1 + len(REQUESTS) + ranks.world_size, device=ranks.device)
-    taken = 0
-    for parameter in parameters:
-        parameter.grad = flat[taken:taken + parameter.numel()].view_as(parameter)
-        taken += parameter.numel()
+    parts = flat[:count].split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts):
+        parameter.grad = part.view_as(parameter)
+        parameter.register_post_accumulate_grad_hook(functools.partial(into_place, place=parameter.grad))
     updates, growth, halted = (torch.zeros((), device=ranks.device) for _ in range(3))
     loss_scale = torch.full_like(updates, FIRST_LOSS_SCALE if scaling else 1.0)
     return Optimizer(groups, state, flat, flat[:count], flat[count:], updates, loss_scale, growth, halted, scaling,
                      **constants)
+
+
+def into_place(parameter, place):
+    """Puts the gradient of a step's first micro-batch where the others are added to it: copying it costs two thirds of
+    adding it to zeros, and the zeros need not be written."""
+    if parameter.grad is not place:
+        parameter.grad = place.copy_(parameter.grad)
 
 
 def adamw_update(opt, named, lr, weight_decay, skip):
@@ -609,7 +616,10 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
     ranks; `wishes`: REQUESTS of this rank beside signal and drop. The decision to skip is a device tensor folded into
     every update, so the host waits for nothing here.
     Returns the outcome as a device vector that outcome_of reads. Ranks: all (one sum over ranks)."""
-    opt.flat.zero_()
+    opt.tail.zero_()
+    places = [(parameter, parameter.grad) for _, _, named in opt.groups for _, parameter in named]
+    for parameter, _ in places:
+        parameter.grad = None  # `into_place` takes what comes first
     dropped, sums = False, []
     for done, (index, batch) in enumerate(micro_batches, start=1):
         if dropped := time.monotonic() > interrupt.at + DROP_STEP_AFTER_S:
@@ -623,6 +633,9 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
         opt.tail[0] += loss.detach()
         if opt.blocks and done * opt.blocks % count == 0:
             close_block(opt.flat, sums, opt.spare, done * opt.blocks // count)
+    for parameter, place in places:
+        if parameter.grad is None:  # this rank had no micro-batch
+            parameter.grad = place.zero_()
     opt.spare.extend(sums)
     if sums:
         opt.flat.copy_(sums[-1])
