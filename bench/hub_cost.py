@@ -77,7 +77,7 @@ def told(process, out_dir):
 def taking_turns(out_dir, data, environment):
     """Trains while the process that pushes runs and stands by turns; [(time of the day, whether it runs)] and as
     `session`. Whether it runs is None where there was none."""
-    turns, rows_seen, process = [], 0, begin(out_dir, data, environment, *SHORT)
+    turns, rows_seen, process = [], 0, begin(out_dir, data, environment, *SHORT, f"--hub_repo=me/{out_dir.name}")
     while process.poll() is None:
         time.sleep(0.01)
         child, steps = pushing_child(process.pid), rows_in(out_dir / "metrics.jsonl")

@@ -135,7 +135,7 @@ def test_a_push_is_a_commit_a_check_a_pointer_and_its_read_back(server, tmp_path
     (out_dir / "samples").mkdir()
     for name in ("step_00000004.md", "reel.md", ".reel.md.new"):
         (out_dir / "samples" / name).write_text("# text\n")
-    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl", "machine.jsonl"):
         (out_dir / name).write_text('{"step": 4}\n{"step": 5')
     (out_dir / "config.json").write_text("{}")
     milestone(out_dir, 4)
@@ -146,7 +146,7 @@ def test_a_push_is_a_commit_a_check_a_pointer_and_its_read_back(server, tmp_path
     assert session.named("push")[0]["bytes"] == session.named("verify")[0]["bytes"] > 1000
     tree = server.tree(REPO)
     assert tree["metrics.jsonl"] == b'{"step": 4}\n', "a torn line stays here"
-    assert {"samples/step_00000004.md", "events.jsonl", "windows.jsonl", "config.json",
+    assert {"samples/step_00000004.md", "events.jsonl", "windows.jsonl", "machine.jsonl", "config.json",
             "milestones/step_00000004/model.safetensors"} <= tree.keys()
     assert not [path for path in tree if "reel.md" in path], "the whole reel at each push would fill the repository"
     found = json.loads(tree["latest.json"])
@@ -615,13 +615,13 @@ def test_a_cold_start_brings_the_run_and_its_story(server, tmp_path):
     save(out_dir, 4, lineage=(A,))
     (out_dir / "samples").mkdir()
     (out_dir / "samples" / "step_00000004.md").write_text("# text\n")
-    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl", "machine.jsonl"):
         (out_dir / name).write_text('{"session": 3, "event": "x"}\n')
     pushed(server, out_dir, 8)
     checkpoint.lock(new).close()
     over, events = restored(new)
     assert over is None and found(new) == ("step_00000008", "a")
-    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl", "samples/step_00000004.md"):
+    for name in ("metrics.jsonl", "events.jsonl", "windows.jsonl", "machine.jsonl", "samples/step_00000004.md"):
         assert (new / name).read_bytes() == (out_dir / name).read_bytes()
     [pull] = events
     assert pull["event"] == "pull" and {"look_s", "download_s", "verify_s", "bytes"} <= pull.keys()
