@@ -950,7 +950,7 @@ def main():
                 if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])
                     order, data_s = token_order(run.segments), 0.0
-                    train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"])
+                    train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"], train_stream.stamps)
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
             drawn, coming, mine = windows_at(run.step), windows_at(run.step + 1)[2], share_of(micro_batch_count, ranks)
             train_stream.ahead(coming[mine.start * batch_size:mine.stop * batch_size], block_size + 1)

@@ -103,7 +103,10 @@ def load_journal(folder, plan):
     """
     try:
         journal = json.loads((folder / "journal.json").read_text())
+        if not (folder / "data").is_dir():  # killed after all was done, and that was moved away since
+            raise FileNotFoundError
     except FileNotFoundError:
+        (folder / "journal.json").unlink(missing_ok=True)
         shutil.rmtree(folder / "data", ignore_errors=True)
         (folder / "data").mkdir()
         return {}
@@ -123,24 +126,25 @@ def pinned(folder, journal, sources):
     """The sources as a build found them when it began, so that it ends as it would have without a break: what came
     since is left out, what is read from now on is taken as it is.
 
-    Raises ValueError where a file of which a part is in the shards is another one now.
+    Raises ValueError where a file of which a part is in the shards is another one now, or one to come is gone.
     """
     if not journal:
         write_json(folder / "listing.json", sources)
-        return sources
+        return [source._replace(files=list(source.files)) for source in sources]
     begun = [Source(name, revision, [File(*file) for file in files], asked)
              for name, revision, files, asked in json.loads((folder / "listing.json").read_text())]
     now = {file.name: file for source in sources for file in source.files}
-    read = [file for source in begun for file in source.files][:journal["place"][0] + (journal["place"][1] > 0)]
-    for file in read:
-        if not file.name.startswith("hf:") and now.get(file.name) != file:
-            raise ValueError(f"{file.name} is in the half-done shards of {folder} and has changed or gone since; put "
-                             "it back as it was, or remove that folder to start over")
-    known = {file.name for source in begun for file in source.files}
+    listed, read = [file for source in begun for file in source.files], journal["place"][0] + (journal["place"][1] > 0)
+    for number, file in enumerate(listed):
+        if file.name.startswith("hf:") or file.name in now and (number >= read or now[file.name] == file):
+            continue
+        what = "is in the half-done shards and has changed or gone since" if number < read else (
+            "was there when the build began, and is gone or binary now")
+        raise ValueError(f"{file.name} {what}; put it back as it was, or remove {folder} to start over")
+    known = {file.name for file in listed}
     if new := [name for name in now if name not in known and not name.startswith("hf:")]:
         report(f"left out, for the build had begun when they came ({len(new):,})", new)
-    return [source._replace(files=[file if file in read else now.get(file.name, file) for file in source.files])
-            for source in begun]
+    return begun
 
 
 class ShardWriter:
@@ -367,6 +371,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         how = how._replace(fetch=functools.partial(on_this_disk, fetch=fetch))
         if tokenizer.file:
             write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
+            tokenizer.file = str(folder / "data" / "tokenizer.json")  # the workers', whatever comes to the other
         limit = int(options.val_ratio * 2**64) if options.val_below < 0 else options.val_below
         journal = journal or new_journal(plan, sources, limit)
         shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
@@ -394,7 +399,7 @@ def already_built(out_dir, plan, sources):
     if not known or known.get("build") != build_digest(plan, sources) or is_stdin(sources):
         return None
     shutil.rmtree(building_folder(out_dir), ignore_errors=True)
-    print(f"{out_dir} has been built already by this command from the same files", file=sys.stderr)
+    print(f"{out_dir} has been built already by this command from files of the same names and sizes", file=sys.stderr)
     return known
 
 
@@ -447,7 +452,7 @@ def encode_into(folder, journal, sources, tokenizer, how, workers, progress):
     pieces = read_pieces(sources, how, journal["limit"], extremes, journal["place"], journal["crc"])
     before = [0, *itertools.accumulate(file.size for source in sources for file in source.files)]
     bar = Progress(before[-1], progress, before[journal["place"][0]] + journal["read"])
-    saved = time.monotonic()
+    saved, listed = time.monotonic(), [list(source.files) for source in sources]
     with key_file(folder, journal["keys"]) as keys:
         if plan["dedup"]:
             pieces = without_duplicates(pieces, Seen(np.fromfile(keys.name, np.uint64)))
@@ -457,6 +462,7 @@ def encode_into(folder, journal, sources, tokenizer, how, workers, progress):
             bar.add(size, tokens, before[journal["place"][0]] + journal["read"])
             # with --dedup a document is judged whole, so its middle is no place to go on from
             if time.monotonic() - saved >= SAVE_S and (batch.last.ends or not plan["dedup"]):
+                listed = save_listing(folder, sources, listed)
                 save(folder, journal, writers, keys, extremes)
                 saved = time.monotonic()
         if (folder / "journal.json").exists():
@@ -496,6 +502,14 @@ def take(batch, journal, writers, keys):
     last = batch.last
     journal |= {"place": list(last.place), "crc": last.crc, "read": last.read,
                 "keys": journal["keys"] + len(batch.keys)}
+
+
+def save_listing(folder, sources, listed):
+    """Writes the files again where some were found otherwise than `listed` when they were opened."""
+    found = [list(source.files) for source in sources]
+    if found != listed:
+        write_json(folder / "listing.json", sources)
+    return found
 
 
 def save(folder, journal, writers, keys, extremes):

@@ -213,7 +213,10 @@ def problems_in(data_dir, vocab_size, bar, shard, by_size):
     if by_size:
         return by_size
     name = shard["file"]
-    sha256, _, beyond = scan(os.path.join(data_dir, name), shard["header_bytes"], vocab_size, -1, bar)
+    try:
+        sha256, _, beyond = scan(os.path.join(data_dir, name), shard["header_bytes"], vocab_size, -1, bar)
+    except OSError as error:  # a bad sector, say
+        return [f"{name}: it cannot be read: {error}"]
     changed = [f"{name}: sha256 is {sha256}, in the manifest {shard['sha256']}"] * (sha256 != shard["sha256"])
     return changed + [f"{name}: {beyond}"] * bool(beyond)
 
@@ -448,8 +451,8 @@ def mix_problems(manifests, shares, tokens):
     for folder, manifest in manifests[1:]:
         problems += [f"{folder}: its {key} is {manifest[key]}, in {here} it is {first[key]}"
                      for key in ("vocab_size", "tokenizer") if manifest[key] != first[key]]
-    problems += [f"{folder}: its share is {float(share):g} of {float(total):g}; at least {LEAST_SHARE} of the whole is "
-                 "wanted" for folder, share in shares if share <= 0 or share < LEAST_SHARE * total]
+    problems += [f"{folder}: its share is {float(share):g} of {float(total):g}; at least {float(LEAST_SHARE)} of the "
+                 "whole is wanted" for folder, share in shares if share <= 0 or share < LEAST_SHARE * total]
     problems += [f"{folder}: it has no training text" for folder, manifest in manifests if not manifest["train"]]
     return problems + ([f"--tokens is {tokens:,}; it must not be negative"] if tokens < 0 else [])
 
@@ -562,6 +565,16 @@ def undrawn(manifest, run):
     return left + waiting, waiting
 
 
+def again_before_growth(run):
+    """The windows left of a pass that draws all data once more: what was appended is taken up at its end."""
+    first, shards = run["segments"][-1][:2]
+    taken_up, block_size = sum(shard["tokens"] for shard in shards), run["block_size"]
+    covered = sum(shard["tokens"] for shard in run["segments"][-2][1]) if len(run["segments"]) > 1 else 0
+    fresh = (taken_up - covered - 1) // block_size
+    over = run["windows"] - first - fresh  # windows since each was drawn once
+    return -over % ((taken_up - 1) // block_size) if over > 0 else 0
+
+
 def print_run(out_dir, manifest):
     """Says how much of the data a run has drawn. Raises ValueError where they are not the data of that run."""
     run = run_state(out_dir)
@@ -570,6 +583,7 @@ def print_run(out_dir, manifest):
     if list(map(placeless, recorded)) != list(map(placeless, present)):
         raise ValueError(f"the run in {out_dir} draws from another mixture than the one in these data")
     left, waiting = undrawn(manifest, run)
+    again = again_before_growth(run) if waiting else 0
     drawn = run["windows"] * run["block_size"]
     print(f"{out_dir}\n  step {run['step']:,}, {run['windows']:,} windows drawn, {drawn:,} tokens\n"
           f"  {left:,} windows not drawn yet, {waiting:,} of them not taken up yet")
@@ -578,8 +592,9 @@ def print_run(out_dir, manifest):
     if not left:
         print("  all data have been drawn; the run goes over them again until more is appended")
     elif run["tokens_per_s"]:
-        seconds = left * run["block_size"] / run["tokens_per_s"]
-        print(f"  at {run['tokens_per_s']:,.0f} tokens/s all data have been drawn in {hours(seconds)}")
+        seconds = (left + again) * run["block_size"] / run["tokens_per_s"]
+        first = f", after the {again:,} windows that this pass draws again" * (again > 0)
+        print(f"  at {run['tokens_per_s']:,.0f} tokens/s all data have been drawn in {hours(seconds)}{first}")
 
 
 def hours(seconds):
@@ -669,7 +684,7 @@ def import_command(args):
     if args.tokenizer == "gpt2":  # known without its vocabulary, which may be out of reach
         identity, vocab_size, file = GPT2, 50257, ""
     else:
-        tokenizer = named_tokenizer(args.tokenizer, args.vocab_size)
+        tokenizer = named_tokenizer(args.tokenizer, args.vocab_size, args.end_of_text)
         identity, vocab_size, file = tokenizer.identity, tokenizer.vocab_size, tokenizer.file
     print_summary(args.out, import_tokens(args.out, args.files, args.val, identity, vocab_size, file))
 
@@ -722,12 +737,17 @@ def status_command(args):
 
 
 def verify_command(args):
+    before = stamps_of(args.dir, load_manifest(args.dir))
     manifest, found = look_through(args.dir, True)
     for problem in (problems := [problem for _, wrong in found for problem in wrong]):
         print(problem, file=sys.stderr)
     if problems and args.repair:
         damaged = [row for row, wrong in found if wrong]
-        for problem in (problems := repair(args.dir, damaged, args.repair)):
+        problems, before = repair(args.dir, damaged, args.repair), stamps_of(args.dir, manifest)
+        if not problems:  # ids beyond the vocabulary, say, are there again
+            problems = [problem for row in damaged if "tokens" in row for problem in problems_in(
+                args.dir, manifest["vocab_size"], Progress(0, False), row, shard_problems(args.dir, row))]
+        for problem in problems:
             print(problem, file=sys.stderr)
         print(f"{len(damaged) - len(problems):,} of {len(damaged):,} file(s) fetched again from {args.repair}",
               file=sys.stderr)
@@ -735,15 +755,25 @@ def verify_command(args):
     if problems:
         print(f"{args.dir} is damaged: {len(problems):,} problem(s) above", file=sys.stderr)
         return 1
-    remember_verified(args.dir, manifest)
+    remember_verified(args.dir, manifest, before)
     print_summary(args.dir, manifest)
     print("  every shard is what the manifest says")
 
 
-def remember_verified(data_dir, manifest):
-    """Leaves verified.json in a data folder: when its shards had their hashes, and what they looked like then."""
-    stamps = {shard["file"]: [shard["sha256"], *stamp(os.stat(os.path.join(data_dir, shard["file"])))]
-              for shard in all_shards(manifest)}
+def stamps_of(data_dir, manifest):
+    """{file: [its recorded sha256, what tells it from what it may become]} of the shards that are there."""
+    found = {}
+    for shard in all_shards(manifest):
+        with contextlib.suppress(OSError, KeyError, TypeError):  # what is wrong with it is said elsewhere
+            found[shard["file"]] = [shard["sha256"], *stamp(os.stat(os.path.join(data_dir, shard["file"])))]
+    return found
+
+
+def remember_verified(data_dir, manifest, before):
+    """Leaves verified.json in a data folder: when its shards had their hashes, and what they looked like, `before` they
+    were read and after it."""
+    now = stamps_of(data_dir, manifest)
+    stamps = {name: found for name, found in before.items() if now.get(name) == found}
     with contextlib.suppress(OSError):  # a folder may be read-only, or full
         write_json(Path(data_dir, "verified.json"), {"time": time.time(), "shards": stamps})
 
@@ -755,9 +785,8 @@ def hash_state(data_dir, manifest):
         when, stamps = time.strftime("%Y-%m-%d %H:%M", time.localtime(found["time"])), dict(found["shards"])
     except (OSError, ValueError, TypeError, KeyError):
         return "no hash has been compared here yet; 'verify' does"
-    shards = all_shards(manifest)
-    same = sum(stamps.get(shard["file"]) == [shard["sha256"], *stamp(os.stat(os.path.join(data_dir, shard["file"])))]
-               for shard in shards)
+    shards = stamps_of(data_dir, manifest)
+    same = sum(stamps.get(name) == found for name, found in shards.items())
     return (f"{same:,} of {len(shards):,} had their hashes on {when} and have not been touched since"
             + "; 'verify' compares all" * (same < len(shards)))
 
@@ -804,7 +833,7 @@ def parse(words):
     build.add_argument("--keep-raw", action="store_true",
                        help="leave the files of hf: in the cache of huggingface_hub; else each is deleted after use")
     build.add_argument("--dedup", action="store_true",
-                       help="drop documents whose text was there before, by a 64-bit hash; at most 16 bytes of memory "
+                       help="drop documents whose text was there before, by a 64-bit hash; about 16 bytes of memory "
                             "for each")
     build.add_argument("--part", type=part, default=(1, 1), metavar="I/N",
                        help="only the I-th of N parts of the files, on one of N machines; then merge. "
@@ -825,6 +854,7 @@ def parse(words):
     imports.add_argument("--val", nargs="+", default=[], metavar="FILE", help="validation whatever its name")
     imports.add_argument("--tokenizer", default="gpt2", metavar="NAME",
                          help="what made the ids: gpt2 (default), bytes, another of tiktoken's, a tokenizer.json, none")
+    imports.add_argument("--end-of-text", default="", metavar="TOKEN", help="as of build")
     imports.add_argument("--vocab-size", type=int, default=0, metavar="N", help="with --tokenizer none")
 
     verifies = commands.add_parser("verify", help="read every shard; exit 0 if whole, 1 if damaged")

@@ -23,6 +23,7 @@ mixture *   of `mix`: {"seed": of the order of the sources, "tokens": that count
 
 import bisect
 import contextlib
+import fractions
 import hashlib
 import itertools
 import json
@@ -43,7 +44,7 @@ ID = np.dtype("<u2")  # a token id on disk
 LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
 OPEN_SHARDS = 128  # file descriptors held by a stream
 HASH_BYTES_PER_S = 200e6
-LEAST_SHARE = 0.001  # of a source in a mixture: some windows of each of the trainer's blocks of 10,000
+LEAST_SHARE = fractions.Fraction(1, 1000)  # of a source in a mixture: some windows of each block of 10,000
 
 
 # -- the manifest
@@ -143,7 +144,7 @@ def mixture_problems(manifest):
         if left := len(list(rows)):
             problems.append(f"mixture: {left} {split} shards belong to none of its sources")
     least = sum(source["share"] for source in sources) * LEAST_SHARE
-    problems += [f"mixture: the share of {source['name']} is below {LEAST_SHARE}" for source in sources
+    problems += [f"mixture: the share of {source['name']} is below {float(LEAST_SHARE)}" for source in sources
                  if source["share"] < least]
     return problems
 
@@ -278,12 +279,13 @@ class Tokens:
     `seconds` counts the time spent in reading.
     """
 
-    def __init__(self, folder, shards, vocab_size):
+    def __init__(self, folder, shards, vocab_size, stamps=()):
         self.folder, self.shards, self.vocab_size = folder, shards, vocab_size
         self.starts = [0]
         for shard in shards:
             self.starts.append(self.starts[-1] + shard["tokens"])
-        self.opened, self.stamps, self.seconds = OrderedDict(), {}, 0.0  # by number: descriptors, and files as found
+        self.opened, self.stamps = OrderedDict(), dict(stamps)  # by number: descriptors, and files as found
+        self.seconds = 0.0
 
     def __len__(self):
         return self.starts[-1]

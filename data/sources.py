@@ -224,21 +224,28 @@ BEGINS_WORD = frozenset([*range(0x21, 0x7F), *range(0xC3, 0xE1), *range(0xE4, 0x
 def cut_point(data, begin):
     """Where the chunk that begins there ends, at most CHUNK bytes on.
 
-    It ends before the last newline, or else space, that stands alone between words, so the ids are those of the uncut
-    text: no vocabulary joins such a blank to what is before it. Else before one that a word follows: GPT-2's pattern
-    does not join that either. Else between two characters.
+    It ends before the last newline, or else space, that stands alone between words, in the last sixteenth of that where
+    it can, so the ids are those of the uncut text: no vocabulary joins such a blank to what is before it. Else before
+    one that a word follows: GPT-2's pattern does not join that either. Else between two characters.
     """
     limit = begin + CHUNK
-    for alone, blank in ((True, b"\n"), (True, b" "), (False, b"\n"), (False, b" ")):
-        cut = data.rfind(blank, begin + 1, limit)
-        while cut >= 0 and (data[cut + 1] not in BEGINS_WORD or alone and data[cut - 1:cut].isspace()):
-            cut = data.rfind(blank, begin + 1, cut)
+    near = limit - CHUNK // 16
+    for alone, first, blank in itertools.product((True, False), (near, begin + 1), (b"\n", b" ")):
+        cut = data.rfind(blank, first, limit)
+        while cut >= 0 and not (data[cut + 1] in BEGINS_WORD and (not alone or stands_alone(data, cut))):
+            cut = data.rfind(blank, first, cut)
         if cut >= 0:
             return cut
     for cut in range(limit, max(limit - 4, begin), -1):
         if not 0x80 <= data[cut] < 0xC0:  # not inside a character
             return cut
     return limit
+
+
+def stands_alone(data, cut):
+    """Whether the blank there is the first of its run, and no newline after a mark, which GPT-4's pattern joins."""
+    before = data[cut - 1:cut]
+    return before.isalnum() or not before.isspace() and data[cut] != 0x0A
 
 
 def document_chunks(data):
@@ -347,13 +354,9 @@ def parquet_texts(table, column, kind, pyarrow):
             yield from batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
 
 
-def kind_here(name, how):
-    return how.stdin_format if name == "-" else kind_of(name)
-
-
 def read_file(file, how):
     """Yields (chunk, bytes of the file read) for a file."""
-    kind = kind_here(file.name, how)
+    kind = how.stdin_format if file.name == "-" else kind_of(file.name)
     with how.fetch(file.name) as path:
         yield from (read_parquet(path, file.name, how.column) if kind == "parquet" else
                     read_stream(path, file.name, kind, how))
@@ -370,10 +373,8 @@ def read_stream(path, name, kind, how):
 # -- their pieces
 
 
-def document_hash(first_chunk, parted):
-    """The hash that chooses the side of a document. Of one that is parted from others by a separator, the blanks about
-    it do not count: it may be the first of its file, and have no newline before it, or stand after another."""
-    return int.from_bytes(hashlib.sha256(first_chunk.strip() if parted else first_chunk).digest()[:8], "big")
+def document_hash(first_chunk):
+    return int.from_bytes(hashlib.sha256(first_chunk).digest()[:8], "big")
 
 
 class Extremes:
@@ -389,11 +390,15 @@ class Extremes:
 def read_pieces(sources, how, limit, extremes, start=(0, 0), crc=0):
     """The pieces of all files in order, after place `start`; those before it in its file have the CRC `crc`.
 
-    Raises ValueError where they have another: that file is not the one whose beginning was encoded.
+    Raises ValueError where they have another: that file is not the one whose beginning was encoded. The rows of files
+    are brought up to date as these are opened.
     """
-    files = [(source, file) for source, row in enumerate(sources) for file in row.files]
+    files = [(source, row.files, i) for source, row in enumerate(sources) for i in range(len(row.files))]
     for number in range(start[0], len(files)):
-        source, file = files[number]
+        source, row, i = files[number]
+        if not row[i].name.startswith("hf:"):
+            row[i] = file_at(row[i].name)  # as it is read now: what a build that goes on must find again
+        file = row[i]
         skipped, count = start[1] if number == start[0] else 0, 0
         for piece in file_pieces(source, number, file, how, limit, extremes):
             count = piece.place[1]
@@ -411,10 +416,10 @@ def another(file):
 
 
 def file_pieces(source, number, file, how, limit, extremes):
-    crc, split, parted = 0, "train", bool(how.separator) and kind_here(file.name, how) == "text"
+    crc, split = 0, "train"
     for count, (chunk, read) in enumerate(read_file(file, how), 1):
         if chunk.starts and not chunk.note:
-            value = document_hash(chunk.data, parted)
+            value = document_hash(chunk.data)
             extremes.add(value)
             split = "val" if value < limit else "train"
         crc = zlib.crc32(chunk.note.encode("utf-8", "replace"), zlib.crc32(chunk.data, crc))

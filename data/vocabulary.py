@@ -169,6 +169,8 @@ def json_tokenizer(file, identity, ends=ENDS_OF_TEXT):
                          f"{error}") from None
     library.no_padding()  # what a file may ask for, and would change or cut the text
     library.no_truncation()
+    if getattr(library.model, "dropout", None):
+        library.model.dropout = None  # the same ids each time
     library.encode_special_tokens = True  # text must not be able to end a document
     vocabulary = library.get_vocab()
     vocab_size = max(vocabulary.values()) + 1
@@ -211,13 +213,20 @@ class LibraryTokenizer(Tokenizer):
         self.library, self.is_byte_level = library, is_byte_level
 
     def library_ids(self, data):
-        text = data.decode("utf-8", "replace")
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.int64)
+        text, end = data.decode("utf-8", "replace"), self.library.id_to_token(self.eot)
+        ids = self.library.encode(text, add_special_tokens=False).ids
+        if self.eot in ids:  # some vocabularies hold it as a word like others: text must not be able to end a document
+            first, *others = text.split(end)
+            parts = [first + end[:1], *(end[1:] + part + end[:1] for part in others[:-1]), end[1:] + others[-1]]
+            ids = [i for part in parts for i in self.library.encode(part, add_special_tokens=False).ids]
+            if self.eot in ids:
+                raise ValueError(f"the tokenizer makes its end of text {end!r} out of a text without it")
+        return np.array(ids, np.int64)
 
     def later_ids(self, data):
-        lead, ids = self.library_ids(b"a"), self.library_ids(b"a" + data)
-        return ids[len(lead):] if data[:1].isspace() and ids[:len(lead)].tolist() == lead.tolist() else (
-            self.library_ids(data))
+        before = b"a" if data[:1].isspace() else b"\n"  # what the text is not joined to
+        lead, ids = self.library_ids(before), self.library_ids(before + data)
+        return ids[len(lead):] if ids[:len(lead)].tolist() == lead.tolist() else self.library_ids(data)
 
     def decode(self, ids):
         if self.is_byte_level:

@@ -236,6 +236,18 @@ def test_status_says_which_shards_had_their_hashes(growing, capsys):
     grown = len(prepare.all_shards(prepare.read_manifest(data)))
     said = capsys.readouterr().out
     assert grown > count and f"{count - 1} of {grown} had their hashes" in said and "'verify' compares all" in said
+    real = prepare.scan
+
+    def written_meanwhile(path, *more):
+        found = real(path, *more)
+        os.utime(path, ns=(1, 1))
+        return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "scan", written_meanwhile)
+        command("verify", data)
+    capsys.readouterr()
+    command("status", data)
+    assert f"0 of {grown} had their hashes" in capsys.readouterr().out
     (data / "verified.json").write_text("[]")
     command("status", data)
     assert "no hash has been compared here yet" in capsys.readouterr().out

@@ -355,7 +355,7 @@ def test_a_finished_build_answers_its_own_command_and_no_other(tmp_path, monkeyp
     monkeypatch.setattr(building, "encode_into", None)  # nothing is done again
     assert prepare.main(words_for(folder, out)) == 0
     again = capsys.readouterr()
-    assert "has been built already by this command from the same files" in again.err and again.out == said
+    assert "has been built already by this command from files of the same" in again.err and again.out == said
     assert "is not an empty folder" in refused(capsys, *words_for(folder, out), "--val-ratio=0.3")
     (folder / "4").write_text("another size")
     assert "is not an empty folder" in refused(capsys, *words_for(folder, out))
@@ -412,6 +412,43 @@ def test_a_build_goes_on_with_the_files_that_it_began_with(tmp_path, monkeypatch
     assert f"had begun when they came (1): {folder / 'b'}" in capsys.readouterr().err
     built = [document.decode() for split in ("train", "val") for document in documents_of(out, split)]
     assert sorted(built) == sorted([*(files[name] for name in "adef"), "not as it was"])
+
+
+def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(tmp_path, monkeypatch, capsys):
+    files = {name: sentences(i, 1500) for i, name in enumerate("abcdef")}
+    folder, out = texts_of(tmp_path / "in", files), tmp_path / "out"
+    monkeypatch.setattr(sources, "CHUNK", 600)
+    monkeypatch.setattr(building, "SAVE_S", 0)
+    assert killed_after(30, words_for(folder, out))
+    before = (folder / "f").stat()
+    (folder / "f").write_text("another f " * 200)
+    journal = tmp_path / ".out.building" / "journal.json"
+    while json.loads(journal.read_text())["place"][0] < 5:  # until it is being read, or has been
+        assert killed_after(25, words_for(folder, out))
+    (folder / "f").write_text(files["f"])
+    os.utime(folder / "f", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert f"{folder / 'f'} is in the half-done shards" in refused(capsys, *words_for(folder, out))
+    os.remove(folder / "f")
+    assert f"{folder / 'f'} is in the half-done shards" in refused(capsys, *words_for(folder, out))
+
+
+def test_a_file_that_is_gone_before_it_was_read_is_named(tmp_path, monkeypatch, capsys):
+    folder, out = texts_of(tmp_path / "in", {name: sentences(5, 1500) for name in "abcdef"}), tmp_path / "out"
+    monkeypatch.setattr(sources, "CHUNK", 600)
+    monkeypatch.setattr(building, "SAVE_S", 0)
+    assert killed_after(40, words_for(folder, out))
+    for change in (lambda: (folder / "f").write_bytes(b"\0"), (folder / "f").unlink):
+        change()
+        assert f"{folder / 'f'} was there when the build began, and is gone or binary now" in refused(
+            capsys, *words_for(folder, out))
+
+
+def test_a_journal_whose_data_were_finished_and_moved_away_is_none(tmp_path):
+    folder, out = texts_of(tmp_path / "in", {"a": sentences(5, 1500), "b": "more"}), tmp_path / "out"
+    (tmp_path / ".out.building").mkdir()
+    (tmp_path / ".out.building" / "journal.json").write_text("{}")
+    assert prepare.main(words_for(folder, out)) == 0
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
 def test_standard_input_goes_on_only_with_the_same_beginning(tmp_path, monkeypatch, capsys):

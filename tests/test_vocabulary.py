@@ -164,6 +164,28 @@ def test_a_long_document_has_the_ids_of_its_whole_text(tmp_path, monkeypatch, mo
         assert ids_of(tmp_path / f"out{chunk}", "train").tolist()[:-1] == whole, chunk
 
 
+def test_text_cannot_end_a_document_where_its_end_is_a_word_like_others(tmp_path):
+    pieces = [("</s>", 0.0), ("<unk>", 0.0), *((letter, -2.0) for letter in "abcdefghijklmnopqrstuvwxyz </>\u2581")]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=1))
+    library.decoder = tokenizers.decoders.Fuse()
+    (tmp_path / "t.json").write_text(special(library, ["</s>"]))
+    tokenizer = prepare.named_tokenizer(str(tmp_path / "t.json"))
+    for text in ("struck</s> out", "</s>", "</s></s>", "a</s>b</s>"):
+        assert tokenizer.eot not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    folder = texts_of(tmp_path / "in", {"a": "one</s>two"})
+    manifest = build(tmp_path / "out", folder, tokenizer=tmp_path / "t.json", val_ratio=0)
+    assert manifest["sources"][0]["documents"] == 1
+    assert ids_of(tmp_path / "out", "train").tolist().count(tokenizer.eot) == 1
+
+
+def test_ids_are_the_same_each_time(own, tmp_path):
+    library = json.loads(own.read_text())
+    library["model"]["dropout"] = 0.5
+    (tmp_path / "t.json").write_text(json.dumps(library))
+    tokenizer = prepare.named_tokenizer(str(tmp_path / "t.json"))
+    assert len({tuple(tokenizer.encode(sentences(1, 500))) for _ in range(5)}) == 1
+
+
 def test_the_end_of_text_can_be_named(tmp_path, capsys):
     folder = texts_of(tmp_path / "in", {"a": "the run", "b": "run"})
     (tmp_path / "t.json").write_text(words({"the": 0, "run": 1}, end="[SEP]"))
@@ -174,6 +196,10 @@ def test_the_end_of_text_can_be_named(tmp_path, capsys):
     assert ids_of(tmp_path / "out", "train").tolist() == [0, 1, 3, 1, 3]
     manifest = prepare.read_manifest(tmp_path / "out")
     assert prepare.open_tokenizer(manifest, pytest.fail, str(tmp_path / "out")).eot == 3
+    shard = str(tmp_path / "out" / "train-00000.bin")
+    assert prepare.main(["import", shard, "--tokenizer", str(tmp_path / "t.json"), "--end-of-text=[SEP]", "--out",
+                         str(tmp_path / "again")]) == 0
+    assert prepare.read_manifest(tmp_path / "again")["tokenizer"] == manifest["tokenizer"]
     assert "goes with a tokenizer.json" in refused(
         capsys, "build", folder, "--out", tmp_path / "o", "--tokenizer=bytes", "--end-of-text=x")
 
