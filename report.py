@@ -30,6 +30,7 @@ from pathlib import Path
 
 POINTS, MACHINE_POINTS = 2000, 500  # about so many points a line are drawn
 EVENTS, DETAIL, SAMPLE_BYTES = 3000, 400, 2_000_000  # most events, characters of an event's fields, bytes of samples
+SILENT_S = 600  # a run that should be going on and has written nothing for so long is taken for dead
 GAP_S = 60  # samples of the machine that lie further apart are of two sessions
 # How the page draws metrics.jsonl: title, fields, whether the axis is logarithmic. Any other field gets its own chart.
 CHARTS = [("Learning rate", ["lr", "muon_lr"], False), ("Gradient norm", ["grad_norm"], True),
@@ -321,9 +322,12 @@ def probe_chart(runs, prefixes):
 
 
 def numbers_in(value, path=""):
-    """(dotted path, number) for every number in nested dicts and lists."""
+    """(dotted path, number) for every number in nested dicts and lists; of a list of reasons why a GPU is held back,
+    how many there are."""
     if is_number(value):
         yield path, value
+    elif path.endswith(".throttle"):
+        yield f"{path} reasons", sum(reason != "idle" for reason in value)
     elif isinstance(value, (dict, list)):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from numbers_in(part, f"{path}.{key}".strip("."))
@@ -379,11 +383,25 @@ def seconds_trained(run):
     return sum(last - first for first, last in seen.values())
 
 
+def state_of(run):
+    """(state, reason) of a run; 'silent' where it should be running and has written nothing for long. Without a
+    status.json, as on the Hub, by its events."""
+    state, reason = run["status"].get("state"), run["status"].get("reason")
+    ends = [row for row in run["events"] if row["event"] in ("start", "stop", "finish")]
+    if not state and ends:
+        state = {"start": "running", "stop": "stopped", "finish": "finished"}[ends[-1]["event"]]
+        reason = ends[-1].get("reason")
+    lines = [row["time"] for row in (*run["events"][-1:], *run["metrics"][-1:])]
+    if state == "running" and lines and time.time() - max(lines) > SILENT_S:
+        state, reason = "silent", f"its last line is {duration(time.time() - max(lines))} old; killed, perhaps"
+    return state, reason
+
+
 def numbers_of(run):
     """[(label, text), ...]: what a person asks first."""
     settings, status, step = run["settings"], run["status"], step_of(run)
     horizon, batch_tokens = settings.get("max_steps") or status.get("max_steps"), settings.get("batch_tokens")
-    state = " ".join(str(status.get(name) or "") for name in ("state", "reason")).strip()
+    state = " ".join(filter(None, map(str, (part or "" for part in state_of(run)))))
     found = [("state", state or "no status.json"),
              ("step", f"{step:,}" + (f" of {horizon:,}" if is_number(horizon) else ""))]
     if is_number(batch_tokens):
@@ -558,7 +576,7 @@ def renew(opened, path, watch, every_s):
         runs = [read_run(*files) for files in opened]
         for run in runs:
             run["machine"].read()
-        ended = not watch or all(run["status"].get("state") in ("stopped", "finished", "failed") for run in runs)
+        ended = not watch or all(state_of(run)[0] in ("stopped", "finished", "failed", "silent") for run in runs)
         write_page(path, page(runs, 0 if ended else every_s))
         if ended:
             return

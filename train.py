@@ -871,7 +871,7 @@ def main():
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
             evaluated_at, run.best_val_loss = run.step, min(result["val_loss"], run.best_val_loss or math.inf)
-        loop_began, mark = None, time.perf_counter()
+        paced, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
             pass_start = pass_starting_in(run.step * windows_per_step, windows_per_step, order, block_size)
@@ -883,6 +883,7 @@ def main():
                 outcome = outcome_of(read(), opt.scaling)
                 took_s, mark = time.perf_counter() - mark, time.perf_counter()
                 steps, step_s = steps + 1, step_s + took_s
+                paced = paced or (step, time.monotonic())  # the time left is by what came after: no compilation
                 stop = stop or outcome.stop
                 if outcome.verdict == "dropped":
                     run.step -= 1
@@ -899,7 +900,8 @@ def main():
                             "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
                             "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
                     journal.line("metrics.jsonl", row)
-                    left_s = (time.monotonic() - loop_began) / (step - first_step) * (run.horizon - step)
+                    paced_s = (time.monotonic() - paced[1]) / (step - paced[0]) if step > paced[0] else took_s
+                    left_s = paced_s * (run.horizon - step)
                     say(preflight.live_line(
                         row, run.horizon, left_s, pusher.safe_step if lead and pusher else None, run.loss_spread[1],
                         preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs()))
@@ -945,7 +947,6 @@ def main():
             mark = time.perf_counter() if boundary else mark  # what a boundary takes is no step's time
 
             # one step; where a pass ends in it, the next pass takes up the shards that were appended meanwhile
-            loop_began = loop_began or time.monotonic()
             if pass_ends:
                 if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import hub
 
-LIMITS = {"init_s": 30.0, "finish_s": 60.0, "poll_s": 1.0}  # for wandb: to begin; to end as planned; between two looks
+LIMITS = {"init_s": 15.0, "finish_s": 60.0, "poll_s": 1.0}  # for wandb: to begin; to end as planned; between two looks
 AFTER_SIGNAL_S = 3.0  # to end after a signal or an error
 TEXT = 2000  # most characters of an event's fields
 EVERY_S, GAP_S = 10.0, 60.0  # between samples of the machine; further apart they tell nothing of the time between
@@ -55,9 +55,14 @@ HOST = {  # field of a host: how psutil is asked for it
 COUNTERS = {  # bytes that only rise; machine.jsonl has their rates
     "disk_read": lambda psutil: psutil.disk_io_counters().read_bytes,
     "disk_written": lambda psutil: psutil.disk_io_counters().write_bytes,
-    "net_in": lambda psutil: psutil.net_io_counters().bytes_recv,
-    "net_out": lambda psutil: psutil.net_io_counters().bytes_sent,
+    "net_in": lambda psutil: on_wires(psutil, "bytes_recv"),
+    "net_out": lambda psutil: on_wires(psutil, "bytes_sent"),
 }
+
+
+def on_wires(psutil, field):
+    """What the network cards have counted, without what goes from this host to itself."""
+    return sum(getattr(card, field) for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 
 # -- in the child: a copy in wandb
@@ -116,11 +121,12 @@ def records(path):
 
 
 def kept_back(folder, run):
-    """{(file, session, line, time)}: the lines that earlier sessions without a network have left in a run folder."""
+    """{(file, session, line, time)}: the lines that earlier sessions without a network have left in a run folder. What
+    lies in a folder of a session with one may not have been sent, and `wandb sync` of the others would not send it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = set()
-    for path in glob.glob(f"{glob.escape(folder)}/wandb/*run-*-{run}/*.wandb"):
+    for path in glob.glob(f"{glob.escape(folder)}/wandb/offline-run-*-{run}/*.wandb"):
         for content in records(path):
             items = Record.FromString(content).history.item if b"mirror/" in content else ()
             for item in items:
@@ -183,11 +189,12 @@ def has_key():
     """Whether wandb would find a key without asking a person for one."""
     if os.environ.get("WANDB_API_KEY", "").strip():
         return True
-    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
     path = os.environ.get("NETRC") or next((path for name in (".netrc", "_netrc")
                                             if (path := Path.home() / name).exists()), "")
     try:
-        return bool(path and netrc.netrc(path).authenticators(host))
+        hosts = netrc.netrc(path).hosts if path else {}
+        return host.netloc in hosts or host.hostname in hosts  # wandb writes them with their port
     except (OSError, netrc.NetrcParseError):
         return False
 
@@ -198,7 +205,7 @@ def open_run(wandb, job, tell):
     begin = lambda mode: wandb.init(
         project=job["project"], name=job["name"], id=job["run"], resume="allow", dir=job["folder"], mode=mode,
         config=json.loads(Path(job["folder"], "config.json").read_text()), settings=settings)
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+    mode = os.environ.get("WANDB_MODE") or (None if has_key() else "offline")  # None: as `wandb offline` has left it
     if mode != os.environ.get("WANDB_MODE") and mode == "offline":
         tell(say="wandb  no key (WANDB_API_KEY, or `wandb login`) was found; rows are kept on this disk")
     try:
@@ -209,9 +216,10 @@ def open_run(wandb, job, tell):
         tell(error=f"rows are kept on this disk: {text_of(error)}")
         wandb.teardown(1)
         run, mode = begin("offline"), "offline"
-    offline = mode in ("offline", "dryrun")
+    offline = mode in ("offline", "dryrun") or run.offline
     tell(say=f"wandb  run {job['run']} of {job['project']}: " + (
-        f"offline; send it by: wandb sync {job['folder']}/wandb/offline-run-*" if offline else str(run.url or mode)))
+        f"offline; the next session with a network sends it, or, where there will be none: wandb sync "
+        f"{job['folder']}/wandb/offline-run-*" if offline else str(run.url or mode)))
     return run, offline
 
 
@@ -467,7 +475,7 @@ class Watcher:
 
         def seconds_left():
             planned = began + LIMITS["finish_s"]
-            hurried = max(began, min(self.interrupt.at, planned)) + AFTER_SIGNAL_S
+            hurried = (began if kind else max(began, min(self.interrupt.at, planned))) + AFTER_SIGNAL_S
             return min(hurried if kind or self.interrupt.name else planned, session_ends) - time.monotonic()
         if self.machine:
             self.machine.close()

@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import re
+import time
 from pathlib import Path
 
 import browser
@@ -198,6 +199,28 @@ def test_a_session_that_runs_or_stopped_before_its_last_push_has_not_ended_witho
     assert call(folder, "--log") == 0
     said = capsys.readouterr().out
     assert "session 2 resumes" in said and "ended" not in said and "push" not in said
+
+
+@pytest.mark.parametrize("found, age_s, wanted", [
+    ({"state": "running", "reason": ""}, 5, ("running", "")), ({"state": "finished", "reason": "horizon"}, 9e9, None),
+    ({"state": "running", "reason": ""}, 3600, ("silent", "its last line is 1 h 00 min old; killed, perhaps"))])
+def test_a_run_that_is_silent_for_long_does_not_count_as_running(found, age_s, wanted):
+    run = {"status": found, "events": [{"event": "start", "time": 1.0}], "metrics": [{"time": time.time() - age_s}]}
+    assert report.state_of(run) == (wanted or ("finished", "horizon"))
+
+
+def test_without_a_status_the_events_tell_the_state():
+    for last, wanted in (("start", ("silent", None)), ("finish", ("finished", "why")), ("stop", ("stopped", "why"))):
+        events = [{"event": "start", "time": 1.0}, {"event": last, "time": 2.0, "reason": "why"},
+                  {"event": "push", "time": 3.0}]
+        found = report.state_of({"status": {}, "events": events, "metrics": []})
+        assert found[0] == wanted[0] and (last == "start" or found[1] == "why")
+    assert report.state_of({"status": {}, "events": [], "metrics": []}) == (None, None)
+
+
+def test_reasons_that_hold_a_gpu_back_are_counted():
+    assert dict(report.numbers_in({"gpus": [{"throttle": ["idle", "thermal", "power cap"], "power_w": 9.0}]})) == {
+        "gpus.0.throttle reasons": 2, "gpus.0.power_w": 9.0}
 
 
 # -- what is not there, torn or wrong

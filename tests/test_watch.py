@@ -5,6 +5,7 @@ import gzip
 import http.server
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint
 import hub
 import preflight
 import report
@@ -108,10 +110,28 @@ def test_a_key_is_found_in_the_environment_or_in_netrc(tmp_path, monkeypatch):
     assert not watch.has_key()
     (tmp_path / "no-netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     assert watch.has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example:8080")
+    assert not watch.has_key()
+    for host in ("other.example", "other.example:8080"):
+        (tmp_path / "no-netrc").write_text(f"machine {host} login user password {KEY}\n")
+        assert watch.has_key()
+    (tmp_path / "no-netrc").write_text("")
     assert not watch.has_key()
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert watch.has_key()
+
+
+@pytest.mark.parametrize("name, kind, wanted", [("", None, watch.LIMITS["finish_s"]), ("SIGTERM", None, 3),
+                                                ("", ValueError, 3)])
+def test_wandb_has_seconds_after_a_signal_or_an_error(tmp_path, name, kind, wanted):
+    interrupt, seconds = train.Interrupt(), []
+    if name:
+        interrupt.name, interrupt.at = name, time.monotonic()
+    journal = checkpoint.Journal(str(tmp_path), False, train.Run())
+    watcher = watch.Watcher(journal, "cpu", (0, 0), print, interrupt, math.inf)
+    watcher.mirror = types.SimpleNamespace(close=lambda left: seconds.append(left()))
+    watcher.close(kind)
+    assert seconds[0] == pytest.approx(wanted, abs=2.5) and seconds[0] <= wanted
 
 
 # -- several sessions, read back by wandb's own reader
