@@ -818,6 +818,8 @@ def main():
         preflight.describe(say, counts, flops_per_token(config), expected_first_loss(config), found_loss, train_stream,
                            order[-1][1], settings, micro_batch_count, ranks.world_size, live)
         if writes and not hub_repo and run.step >= run.horizon and from_rank_0(ranks, journal.finished):
+            if wandb_log and lead:
+                watch.send_rest(journal, wandb_project, wandb_run_name, say)
             return say(f"finished: run {run.run} stands at its horizon, step {run.step:,}; nothing is left to do")
         if trainer:
             say(f"resume {folder.name} of run {run.run}: session {run.session} goes on after step {run.step:,}")

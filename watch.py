@@ -159,16 +159,29 @@ def of_event(row, folder, table):
         found |= {key: row.get(key) for key in ("val_loss", "bits_per_byte", "perplexity")}
     if name == "probe":
         found["probe/mean"] = row.get("mean")
-        items = next((value for value in own.values() if isinstance(value, list)), [])
-        for number, item in enumerate(items, start=1):
-            fields = item if isinstance(item, dict) else {"value": item}
-            label = f"{number} {fields.get('prompt', '')}"[:60].replace(".", " ")
-            found[f"probe/{label}"] = next((value for value in fields.values() if type(value) in (int, float)), None)
+        found |= {f"probe/{label}": value for label, value in probes_of(row).items()}
     if name == "sample":
         with contextlib.suppress(OSError):
             text = Path(folder, "samples", f"step_{row['step']:08d}.md").read_text("utf-8", "replace")
             found["samples"] = table(["step", "text"], [[row["step"], text]])
     return found
+
+
+def probes_of(row):
+    """{number and prompt of each probe: its value} of a probe event."""
+    return {f"{number} {item.get('prompt', '')}"[:60].replace(".", " "): item.get("value")
+            for number, item in enumerate(row.get("probes", ()), start=1)}
+
+
+def probe_chart(seen, line_series):
+    """One chart of all probes over the steps, by line_series of wandb.plot; seen: the probe events up to now."""
+    curves = {}
+    for row in seen:
+        for label, value in probes_of(row).items():
+            curves.setdefault(label, []).append((row["step"], value))
+    return line_series(xs=[[step for step, _ in points] for points in curves.values()],
+                       ys=[[value for _, value in points] for points in curves.values()], keys=list(curves),
+                       title="P(right) / (P(right) + P(wrong))", xname="step")
 
 
 def best_of(run):
@@ -238,13 +251,16 @@ def mirror(job, tell):
     kept = kept_back(job["folder"], job["run"]) if offline else None
     summary = {} if offline else {f"mirror/{name}": run.summary.get(f"mirror/{name}") for name in ("metrics", "events")}
     tails = {name: Tail(Path(job["folder"], f"{name}.jsonl")) for name in ("metrics", "events")}
-    over, take = False, best_of(run)
+    over, take, probed = False, best_of(run), []
 
     def hand_over(name, number, row):
         place = f"mirror/{name}", row["session"], number, row["time"]
         if not is_there(place, job["session"], kept, summary):
             record = row if name == "metrics" else of_event(row, job["folder"], wandb.Table)
-            run.log(record | {place[0]: [*place[1:]]})
+            chart = {"probes": probe_chart([*probed, row], wandb.plot.line_series)} if row.get("probes") else {}
+            run.log(record | chart | {place[0]: [*place[1:]]})
+        if row.get("probes"):
+            probed.append(row)
         if name == "events":
             take(row)
     while True:
@@ -315,7 +331,7 @@ class Mirror:
         while self.thread.is_alive() and (left := seconds_left()) > 0:
             self.thread.join(min(0.1, left))
         if self.thread.is_alive():
-            self._failed("the time for its end was over; what it could not send, the next session does")
+            self._failed("the time for its end was over; what it could not send, the next launch does")
         self.child.kill()
         self.thread.join(5)
         self.child.wait()
@@ -444,6 +460,13 @@ def costs_text(seconds, energy_kwh, price_per_hour, price_per_kwh):
         return ""
     spent = price_per_hour * seconds / 3600 + price_per_kwh * (energy_kwh or 0)
     return (f"{energy_kwh:.3f} kWh, " if energy_kwh is not None else "") + f"{spent:,.2f} spent"
+
+
+def send_rest(journal, project, name, say):
+    """Hand over what a finished run has not sent yet. Never raises."""
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        Mirror(journal, project, name, say).close(lambda: began + LIMITS["init_s"] + AFTER_SIGNAL_S - time.monotonic())
 
 
 class Watcher:

@@ -223,6 +223,28 @@ def test_every_event_evaluation_and_sample_is_there(several):
     assert {"start", "init", "resume", "save", "eval", "sample", "probe", "stop"} <= {row["event"] for row in written}
 
 
+def test_probes_are_one_chart_of_all_steps_up_to_then(several):
+    out_dir, written = several[0], [row for row in rows(several[0] / "events.jsonl") if row["event"] == "probe"]
+    charts = [item for item in history(several) if item.get("event") == "probe"]
+    assert len(charts) == len(written) > 2 and all("probes_table.path" in item for item in charts)
+    tables = [json.loads(next(iter(out_dir.glob(f"wandb/*/files/{item['probes_table.path']}"))).read_text())
+              for item in charts]
+    assert [len(table["data"]) for table in tables] == [
+        len(written[0]["probes"]) * count for count in range(1, len(written) + 1)]
+
+
+def test_a_finished_run_sends_what_it_has_not_sent(tmp_path, data):
+    words = words_of(tmp_path / "out", data)
+    assert session(words)[0] == 0 and not (tmp_path / "out/wandb").exists()
+    wanted = [number for number, _ in enumerate(rows(tmp_path / "out/metrics.jsonl"), start=1)]
+    status_before = status(tmp_path / "out")
+    result, said = session([*words, "--wandb_log=True"])
+    assert result == 0 and status(tmp_path / "out") == status_before and "nothing is left to do" in said
+    [path] = (tmp_path / "out").glob("wandb/offline-run-*/*.wandb")
+    found = [row["history"]["item"] for row in inspected(path) if row["type"] == "history"]
+    assert [item["mirror/metrics"][1] for item in found if "mirror/metrics" in item] == wanted
+
+
 def test_config_and_summary_are_those_of_the_run(several):
     out_dir, last = several[0], list(several[1].values())[-1]
     [run] = [row["run"] for row in last if row["type"] == "run"][:1]
