@@ -58,7 +58,8 @@ CAUGHT = ("SIGTERM", "SIGINT", "SIGUSR1")
 HORIZON = frozenset(("max_steps", "max_tokens", "tokens_per_parameter"))  # judged together by `check_horizon`
 
 # Dense peaks in TFLOP/s as NVIDIA's data sheets give them, without sparsity; the first name that occurs in the device's
-# name counts. A5000: 256 tensor cores x 128 FMA x 2 x 1.695 GHz. An unknown device has no MFU rather than a wrong one.
+# name counts. A5000: 256 tensor cores x 128 FMA x 2 x 1.695 GHz. float32 is computed as TF32 where the card has that,
+# at half the rate of bfloat16 on all of these. An unknown device has no MFU rather than a wrong one.
 PEAKS = (
     ("H200 NVL", {"bfloat16": 836, "float16": 836}), ("H200", {"bfloat16": 989, "float16": 989}),
     ("H100 PCIe", {"bfloat16": 756, "float16": 756}), ("H100 NVL", {"bfloat16": 835, "float16": 835}),
@@ -68,7 +69,7 @@ PEAKS = (
     ("L40S", {"bfloat16": 362, "float16": 362}), ("L4", {"bfloat16": 121, "float16": 121}),
     ("A5000", {"bfloat16": 111.1, "float16": 111.1}), ("A6000", {"bfloat16": 154.8, "float16": 154.8}),
     ("RTX 4090", {"bfloat16": 165.2, "float16": 165.2}), ("RTX 3090", {"bfloat16": 71, "float16": 71}),
-    ("T4", {"float16": 65}), ("V100", {"float16": 125}),
+    ("T4", {"float16": 65, "float32": 8.1}), ("V100", {"float16": 125, "float32": 15.7}),
 )
 
 
@@ -259,7 +260,7 @@ def peak_flops(device_type, dtype, peak_tflops):
         return peak_tflops * 1e12
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
     row = next((peaks for part, peaks in PEAKS if re.search(rf"\b{part}\b(?! (Ti|D|Laptop)\b)", name)), {})
-    return row.get(dtype, 0) * 1e12
+    return (row | {"float32": row.get("float32", row.get("bfloat16", 0) / 2)}).get(dtype, 0) * 1e12
 
 
 def threads_of(cores, ranks_on_host, omp_num_threads):
@@ -526,16 +527,16 @@ def describe(say, counts, flops, expected_loss, found_loss, stream, pass_tokens,
         say(note)
 
 
-def describe_start(say, run, out_dir, recorded, host, checkpoint_interval, eval_interval, val_windows):
+def describe_start(say, run, out_dir, recorded, host, checkpoint_interval, eval_interval, val_windows, evaluated):
     """On what a resumed session differs from the one before, where the same bits are no longer promised, and what comes
-    next. `recorded`: trainer.json, None in a fresh run."""
+    next. `recorded`: trainer.json, None in a fresh run. `evaluated`: whether this very step was."""
     words = {"world_size": "number of ranks", "threads": "threads", "versions": "versions", "code": "code"}
     if recorded and recorded["settings"].get("reproducible"):
         del words["world_size"]
     if different := [word for name, word in words.items() if recorded and recorded[name] != host[name]]:
         say(f"note   {', '.join(different)} differ from the session before: the same windows, but not the same bits")
     next_save = next_due(run.step, checkpoint_interval, run.horizon)
-    next_eval = f"at step {next_due(run.step if recorded else -1, eval_interval, run.horizon):,}"
+    next_eval = f"at step {next_due(run.step - (not evaluated), eval_interval, run.horizon):,}"
     say(f"start  run {run.run} in {out_dir}; next save at step {next_save:,}, next evaluation "
         + (next_eval if val_windows else "never (no validation data)"))
 
@@ -577,15 +578,18 @@ def live_line(row, horizon, left_s, safe_step, mean_loss=None, *notes):
             + "".join(f"  {note}" for note in notes if note) + f"  {duration(left_s)} left{safe}")
 
 
-def eval_line(step, result):
-    """Validation loss in nats per token and bits per byte."""
+def eval_line(step, result, best=None, train_mean=None):
+    """Validation loss in nats per token and bits per byte, the best one, and the gap to the mean of training."""
     if not result["complete"]:
         return f"eval   step {step:,}: cut short by a signal"
     per_byte = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     loss = "not finite" if result["val_loss"] is None else f"{result['val_loss']:.4f}"
     each = "".join(f", {name} {'not finite' if mean is None else f'{mean:.4f}'}"
                    for name, mean in result.get("sources", {}).items())
-    return (f"eval   step {step:,}: val loss {loss} nats per token{per_byte}{each} "
+    beside = "" if best is None else f", best {best:.4f}"
+    if train_mean and result["val_loss"] is not None:
+        beside += f", {result['val_loss'] - train_mean:+.4f} to the mean of training"
+    return (f"eval   step {step:,}: val loss {loss} nats per token{per_byte}{each}{beside} "
             f"({result['windows']:,} windows, {result['seconds']:.1f} s)")
 
 

@@ -840,7 +840,6 @@ def main():
         start = {"run": run.run, "stages": stages.seconds, "parameters": counts["total"], "settings": settings,
                  "data_fingerprint": data_prepare.fingerprint(manifest), **host}
         from_rank_0(ranks, journal.begin, start, folder, trainer, changed, str(initial) or f"seed {seed}")
-        preflight.describe_start(say, run, out_dir, trainer, host, checkpoint_interval, eval_interval, len(all_val))
 
         # the loop. At a boundary: save, evaluate, sample; then stop, or do a step
         journal.started, session_ends = True, session_began + (60 * session_minutes or math.inf)
@@ -873,6 +872,8 @@ def main():
         wanted = len(all_val if run.step >= run.horizon else some_val)
         if trainer and (result := from_rank_0(ranks, journal.evaluation_at, run.step, wanted)):  # made after the save
             evaluated_at, run.best_val_loss = run.step, min(result["val_loss"], run.best_val_loss or math.inf)
+        preflight.describe_start(say, run, out_dir, trainer, host, checkpoint_interval, eval_interval, len(all_val),
+                                 evaluated_at == run.step)
         paced, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
@@ -933,7 +934,7 @@ def main():
                 complete = result["complete"]
                 if result["val_loss"] is not None:
                     run.best_val_loss = min(result["val_loss"], run.best_val_loss or math.inf)
-                say(preflight.eval_line(run.step, result))
+                say(preflight.eval_line(run.step, result, run.best_val_loss, run.loss_spread[1]))
             if in_time and tokenizer and prompts and (at_end or due(sample_interval)):
                 sections = sample.write_samples(model, tokenizer, prompts, sample_tokens, seed, out_dir, run.step,
                                                 interrupt)

@@ -455,7 +455,8 @@ def test_threads(cores, ranks_on_host, omp_num_threads, threads):
     ("Tesla T4", "float16", 65), ("Tesla V100-SXM2-16GB", "float16", 125),
     ("NVIDIA L4", "bfloat16", 121), ("NVIDIA L40S", "bfloat16", 362), ("NVIDIA A10G", "bfloat16", 70),
     ("NVIDIA RTX A5000", "bfloat16", 111.1), ("NVIDIA GeForce RTX 4090", "float16", 165.2),
-    ("NVIDIA GeForce RTX 3090", "float16", 71),
+    ("NVIDIA GeForce RTX 3090", "float16", 71), ("NVIDIA A100-SXM4-80GB", "float32", 156), ("Tesla T4", "float32", 8.1),
+    ("NVIDIA GeForce RTX 4090", "float32", 82.6),
 ])
 def test_peak_of_a_device_in_the_table(monkeypatch, name, dtype, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
@@ -464,7 +465,7 @@ def test_peak_of_a_device_in_the_table(monkeypatch, name, dtype, tflops):
 
 
 @pytest.mark.parametrize("name, dtype", [
-    ("NVIDIA Something 9000", "bfloat16"), ("NVIDIA A100-SXM4-80GB", "float32"), ("Tesla T4", "bfloat16"),
+    ("NVIDIA Something 9000", "bfloat16"), ("NVIDIA Something 9000", "float32"), ("Tesla T4", "bfloat16"),
     ("NVIDIA L40", "bfloat16"), ("NVIDIA T400 4GB", "float16"), ("NVIDIA GeForce RTX 3090 Ti", "bfloat16"),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"), ("NVIDIA GeForce RTX 4090 D", "bfloat16"),
 ])
