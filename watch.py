@@ -206,8 +206,8 @@ def has_key():
     path = os.environ.get("NETRC") or next((path for name in (".netrc", "_netrc")
                                             if (path := Path.home() / name).exists()), "")
     try:
-        hosts = netrc.netrc(path).hosts if path else {}
-        return host.netloc in hosts or host.hostname in hosts  # wandb writes them with their port
+        known = path and netrc.netrc(path)
+        return bool(known and any(map(known.authenticators, (host.netloc, host.hostname))))  # wandb writes the port too
     except (OSError, netrc.NetrcParseError):
         return False
 

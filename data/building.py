@@ -97,10 +97,7 @@ def locked(folder):
 
 
 def load_journal(folder, plan):
-    """The journal of a build of this plan, {} where there is none. Raises ValueError where it is of another one.
-
-    A build goes on with the files that were there when it began, so "sources" in the plan may have changed.
-    """
+    """The journal of a build of this plan, {} where there is none. Raises ValueError where it is of another one."""
     try:
         journal = json.loads((folder / "journal.json").read_text())
         if not (folder / "data").is_dir():  # killed after all was done, and that was moved away since
@@ -359,7 +356,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
             "reading": [how.separator.decode(), how.column, how.stdin_format], "chunk": reading.CHUNK,
             **options._asdict()}
     # as many as there is work for, and none where encoding costs less than the way to a worker
-    most = workers if any(file.name == "-" for file in files) else sum(file.size for file in files) // reading.CHUNK + 1
+    most = workers if is_stdin(sources) else sum(file.size for file in files) // reading.CHUNK + 1
     workers = 1 if tokenizer.identity["kind"] == "bytes" else min(workers, most)
     if manifest := already_built(out_dir, plan, sources):
         return manifest
