@@ -156,6 +156,7 @@ MUON_FIRST_MOMENTUM, MUON_WARMUP_UPDATES = 0.85, 300  # then muon_momentum
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Source: Jordan et al., "Muon", 2024: the quintic's coefficients
 FIRST_LOSS_SCALE, LOSS_SCALE_GROWTH_STEPS = 2.0**16, 2000  # float16; it doubles after so many without overflow
 CONTROL_WINDOWS = 8
+READ_STEPS, READ_TOKENS = 256, 2**21  # most that are read at once: after a step, with cold caches, few cost like many
 MIX_BLOCK = 10_000  # windows after each of which the shares of a mixture are exact
 CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
 DROP_STEP_AFTER_S, CONTROL_AFTER_SIGNAL_S = 10.0, 5.0  # after a signal: when a step, and a control loss, are given up
@@ -269,13 +270,13 @@ def token_order(segments):
     return tuple((first, sum(shard["tokens"] for shard in shards)) for first, shards in segments)
 
 
-def read_windows(stream, starts, block_size, device):
-    """idx_BT and targets_BT (int64, on `device`) of the windows at `starts`; targets are one token ahead."""
-    batch = torch.from_numpy(stream.windows(starts, block_size + 1))
+def to_batch(windows, device):
+    """idx_BT and targets_BT (int64, on `device`) of windows as read, [..., T + 1]; targets are one token ahead."""
+    batch = torch.from_numpy(windows)
     if device.type == "cuda":
         batch = batch.pin_memory()  # from the caching host allocator, which reuses a block only after its copy is done
     batch = batch.to(device, non_blocking=True)
-    return batch[:, :-1], batch[:, 1:]
+    return batch[..., :-1], batch[..., 1:]
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
@@ -436,7 +437,8 @@ def window_losses(model, forward, stream, starts, group, block_size, device, aut
         for first in range(0, len(groups), threads):
             if cut_short():
                 break
-            batches = [read_windows(stream, windows, block_size, device) for windows in groups[first:first + threads]]
+            batches = [to_batch(stream.windows(windows, block_size + 1), device)
+                       for windows in groups[first:first + threads]]
             sums.extend(number for part in (pool.map if cpu else map)(sums_of, batches) for number in part)
     model.train(training)
     return sums[:len(starts)]
@@ -795,10 +797,8 @@ def main():
         stages.end("load")
 
         # the data as token streams, and what stays the same from step to step
-        order, windows_per_step = token_order(run.segments), batch_tokens // block_size
-        draw, at_once = functools.lru_cache(2)(draw_windows), max(1, 1024 // windows_per_step)  # many cost as one
-        windows_at = lambda step: [column[step % at_once * windows_per_step:][:windows_per_step] for column in draw(
-            step // at_once * at_once * windows_per_step, at_once * windows_per_step, order, data_seed, block_size)]
+        order, per_step = token_order(run.segments), batch_tokens // block_size
+        mine, draw = share_of(micro_batch_count, ranks), functools.lru_cache(2)(draw_windows)
         shards = manifest["train"][:len(run.segments[-1][1])]  # the recorded ones, under their present names
         train_stream, val_stream = (data_prepare.Tokens(data_dir, files, manifest["vocab_size"])
                                     for files in (shards, manifest["val"]))
@@ -849,6 +849,12 @@ def main():
             watcher.start_mirror(wandb_project, wandb_run_name)
         hasher = data_prepare.ShardHasher(data_dir, lead and data_verify == "background")
         at_exit.callback(hasher.close)
+        coming = data_prepare.StepQueue(
+            lambda step, steps: np.stack(draw(step * per_step, steps * per_step, order, data_seed, block_size)).reshape(
+                -1, steps, per_step),
+            lambda windows: [list(zip(mine, zip(*(part.split(batch_size) for part in step))))
+                             for step in zip(*to_batch(windows, ranks.device))],
+            slice(mine.start * batch_size, mine.stop * batch_size), READ_STEPS, READ_TOKENS, hasher)
         if lead:
             pusher = hub_repo and hub.Pusher(hub_repo, out_dir, run.run, hub_private, hub_verify, hub_keep, hub_max_gb,
                                              hub_prune_local, report, say, *known, 60 * hub_exit_minutes, interrupt)
@@ -877,7 +883,7 @@ def main():
         paced, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
         while True:
-            pass_start = pass_starting_in(run.step * windows_per_step, windows_per_step, order, block_size)
+            pass_start = pass_starting_in(run.step * per_step, per_step, order, block_size)
             pass_ends = bool(pass_start and pass_start > run.segments[-1][0])  # in the step that comes
             boundary = stop or run.step >= run.horizon or pass_ends or any(
                 map(due, (checkpoint_interval, milestone_interval, eval_interval, sample_interval)))
@@ -895,7 +901,7 @@ def main():
                     from_rank_0(ranks, lambda: saver.wait())  # raises why
                 judge(outcome, step, run, report, drawn, max_bad_steps)
                 if step % log_interval == 0 or step == first_step + 1:
-                    row = metrics_row(outcome, step, run.session, steps, step_s, train_stream.seconds - data_s, order,
+                    row = metrics_row(outcome, step, run.session, steps, step_s, coming.seconds - data_s, order,
                                       batch_tokens, block_size)
                     row |= tokens_by_source(row["windows"], order, data_seed, block_size)
                     row |= {"lr": learning_rate * factor,
@@ -908,7 +914,7 @@ def main():
                     say(preflight.live_line(
                         row, run.horizon, left_s, pusher.safe_step if lead and pusher else None, run.loss_spread[1],
                         preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs()))
-                    steps, step_s, data_s = 0, 0.0, train_stream.seconds
+                    steps, step_s, data_s = 0, 0.0, coming.seconds
             stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
             if stop_at_segment_end and pass_ends and not stop and (run.step > first_step or not from_rank_0(
                     ranks, data_prepare.growth, data_dir, run.segments[-1][1])):  # a session goes on with what is new
@@ -953,14 +959,12 @@ def main():
             if pass_ends:
                 if grown := from_rank_0(ranks, data_prepare.growth, data_dir, run.segments[-1][1]):
                     run.segments.append([pass_start, grown])
-                    order, data_s = token_order(run.segments), 0.0
+                    order = token_order(run.segments)
+                    coming.clear()
                     train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"], train_stream.stamps)
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
-            drawn, coming, mine = windows_at(run.step), windows_at(run.step + 1)[2], share_of(micro_batch_count, ranks)
-            train_stream.ahead(coming[mine.start * batch_size:mine.stop * batch_size], block_size + 1)
+            drawn, batches = coming.take(run.step, run.horizon, train_stream, block_size)
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
-            batches = ((index, read_windows(train_stream, drawn[2][index * batch_size:(index + 1) * batch_size],
-                                            block_size, ranks.device)) for index in mine)
             # time is kept for the step that comes, what is due after it, and what the saver knows of
             wishes = saver.wishes(session_ends, 2 * took_s + watch_s) if lead else ()
             run.step += 1
@@ -968,7 +972,6 @@ def main():
                 model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor,
                 batches, (seed, "dropout", run.step) if dropout else None, wishes, interrupt)
             unread.append((run.step, to_host(outcome), factor, drawn))
-            hasher.reads(train_stream, drawn[2], block_size)
             if trace_windows:
                 journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
 

@@ -6,10 +6,10 @@
 tokenise: JSON lines of documents, the Python standard library's sources over and over. A round is the tokenizer's own
 batch call with a thread a core on all texts in memory, and `prepare.py build` of the file by as many workers: reading,
 hashing, splitting, shards and the workers' start are in its time. Ratios are taken within a round.
-cold: shards of random ids, written, synced and dropped from the page cache, and dropped once more before every tenth of
-the steps. A step of 8 windows of 1,024 tokens is timed as `main` does it: drawn, the next step's asked for, then read;
-then the process sleeps for 50 ms, in the place of the step of which the shares are. The same with a warm cache and no
-pause is in bench/loader.py.
+cold: shards of random ids, written, synced and dropped from the page cache; no window is read twice. A step of 8
+windows of 1,024 tokens is timed as `main` does it: windows are drawn and read for one step, then 4, 16, 64, at last 256
+at once, and those after them asked for. Then the process sleeps for 50 ms, in the place of the step of which the shares
+are. The same with a warm cache and no pause is in bench/loader.py.
 size: manifests of 10^6, 10^8 and 10^10 windows of 1,024 tokens (sparse files), each by a process of its own: seconds
 until the data are opened and the first 8 windows read, imports left out, and the memory that took.
 Prints a table, then one JSON line.
@@ -55,7 +55,7 @@ manifest = train.data_prepare.open_data(folder, "")
 stream = train.data_prepare.Tokens(folder, manifest["train"], manifest["vocab_size"])
 order = train.token_order([[0, manifest["train"]]])
 drawn = train.draw_windows(0, batch_size, order, 1337, block_size)
-train.read_windows(stream, drawn[2], block_size, torch.device("cpu"))
+train.to_batch(stream.windows(drawn[2], block_size + 1), torch.device("cpu"))
 print(json.dumps({"seconds": time.perf_counter() - began, "mb": rss_mb() - before}))
 """
 
@@ -115,19 +115,14 @@ def drop(folder):
 
 
 def time_cold(tokens, steps, step_s, folder):
-    """{part of a step: its microseconds in each step}, each tenth of the steps on a cold cache."""
+    """{what: its microseconds each time} of steps that read from a cold cache."""
     import torch
 
     import train
-    found, shards = {}, write_corpus(folder, tokens)
-    for tenth in range(10):
-        drop(folder)
-        stream = train.data_prepare.Tokens(folder, shards, VOCAB)
-        shape = BLOCK_SIZE, BATCH_SIZE, 1
-        timed = time_loader(train, stream, shape, steps // 10, torch.device("cpu"), tenth, step_s)
-        for name, numbers in timed.items():
-            found.setdefault(name, []).extend(numbers)
-    return found
+    shards = write_corpus(folder, tokens)
+    drop(folder)
+    stream = train.data_prepare.Tokens(folder, shards, VOCAB)
+    return time_loader(train, stream, (BLOCK_SIZE, BATCH_SIZE, 1), steps, torch.device("cpu"), step_s=step_s)
 
 
 # -- size
@@ -187,8 +182,9 @@ def main():
     print(f"tokenise {asked.mb:,.0f} MB by {asked.tokenizer}: build {tokenise['build']:.2f} MB/s, the tokenizer alone "
           f"{tokenise['bare']:.2f} MB/s; ratio {tokenise['ratio']:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
     for name, row in cold.items():
-        print(f"cold, 8 x 1,024 of {2 * asked.tokens / 1e9:,.2f} GB, {name:19} median {row['median_us']:9,.1f} us "
-              f"({row['median_share']:.3%} of 50 ms), p99 {row['p99_us']:9,.1f} us ({row['p99_share']:.3%})")
+        shares = ", ".join(f"{key} {row[f'{key}_us']:,.1f} us ({row[f'{key}_share']:.3%})" for key in (
+            "mean", "median", "p99", "max"))
+        print(f"cold, 8 x 1,024 of {2 * asked.tokens / 1e9:,.2f} GB, {name}: {shares} of 50 ms, n {row['n']}")
     for name, row in size.items():
         print(f"{name} windows: opened and 8 read in {row['seconds'] * 1000:7.2f} ms, {row['mb']:.1f} MB")
     print(json.dumps({"bench": "data", "tokenise": tokenise, "cold": cold, "size": size, "rounds": asked.rounds,

@@ -28,7 +28,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parent.parent
@@ -298,11 +297,10 @@ def a_step(settings):
         matrix_dtype=torch.bfloat16 if half else torch.float32)
     count = preflight.micro_batches_of(settings["batch_tokens"], settings["block_size"], batch_size, 1)
     ids = fixed_ids(settings, batch_size).numpy()
-    stream = SimpleNamespace(windows=lambda starts, length: ids.copy())
     autocast = lambda: torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext()
 
     def step():
-        batches = ((index, train.read_windows(stream, None, settings["block_size"], device)) for index in range(count))
+        batches = ((index, train.to_batch(ids.copy(), device)) for index in range(count))
         train.train_step(model, ranks, opt, count, autocast, 1e-4, 1e-4, batches, None, (), preflight.Interrupt())
     return step
 

@@ -4,9 +4,9 @@
     python bench/loader.py --steps 50 --tokens 1000000      a look
 
 The shapes: one forward of 8 windows of 256 tokens; one of 16 x 1,024; and the whole step of config/124m.py on one rank,
-32 of these forwards, which takes far longer than 50 ms. A step is timed as `main` does it: the job's windows are drawn,
-those of the next step asked for, then each forward's are read. The corpus lies in several shards that were just
-written, so the page cache is warm as far as memory goes.
+32 of these forwards, which takes far longer than 50 ms. A step is timed as `main` does it: windows are drawn and read
+for many steps at once, and those after them asked for; the other steps take what is there. The corpus lies in several
+shards that were just written, so the page cache is warm as far as memory goes.
 A logged step is its row of metrics.jsonl with the look at the free disk, and its live line; an event is timed beside.
 Prints a table, then one JSON line.
 """
@@ -43,10 +43,11 @@ def percentile(numbers, percent):
 
 
 def figures(numbers_us):
-    """Median, p99 and the most of a list of microseconds, and the first two as shares of a step of 50 ms."""
-    median, p99 = statistics.median(numbers_us), percentile(numbers_us, 99)
-    return {"median_us": round(median, 2), "p99_us": round(p99, 2), "max_us": round(max(numbers_us), 2),
-            "median_share": round(median / STEP_US, 6), "p99_share": round(p99 / STEP_US, 6), "n": len(numbers_us)}
+    """Mean, median, p99 and the most of a list of microseconds, and as shares of a step of 50 ms."""
+    found = {"mean": statistics.mean(numbers_us), "median": statistics.median(numbers_us),
+             "p99": percentile(numbers_us, 99), "max": max(numbers_us)}
+    return ({f"{name}_us": round(value, 2) for name, value in found.items()}
+            | {f"{name}_share": round(value / STEP_US, 6) for name, value in found.items()} | {"n": len(numbers_us)})
 
 
 def write_corpus(folder, tokens):
@@ -60,30 +61,23 @@ def write_corpus(folder, tokens):
 
 
 def time_loader(train, stream, shape, steps, device, seed=1337, step_s=0.0):
-    """{part of a step: its microseconds in each step}: drawing, asking for the next step's windows, reading one
-    forward's, all of it. Between two steps the process sleeps for step_s."""
+    """{what: microseconds}: each step until its windows are on the device, and apart those steps that read for many.
+    Between two steps the process sleeps for step_s."""
     block_size, batch_size, forwards = shape
-    order, count = ((0, len(stream)),), batch_size * forwards
-    draw, at_once = functools.lru_cache(2)(train.draw_windows), max(1, 1024 // count)
-
-    def starts_of(step):
-        head = step // at_once * at_once * count
-        return draw(head, at_once * count, order, seed, block_size)[2][step * count - head:][:count]
-
-    found = {"draw": [], "ask for the next": [], "read a forward": [], "step": []}
+    order, count, found = ((0, len(stream)),), batch_size * forwards, {"a step": [], "a read of many": []}
+    draw = functools.lru_cache(2)(train.draw_windows)
+    queue = train.data_prepare.StepQueue(
+        lambda step, number: np.stack(draw(step * count, number * count, order, seed, block_size)).reshape(
+            -1, number, count),
+        lambda windows: [list(zip(range(forwards), zip(*(part.split(batch_size) for part in step))))
+                         for step in zip(*train.to_batch(windows, device))],
+        slice(0, count), train.READ_STEPS, train.READ_TOKENS, train.data_prepare.ShardHasher("", False))
     for step in range(steps):
-        marks, starts = [time.perf_counter()], starts_of(step)
-        marks.append(time.perf_counter())
-        stream.ahead(starts_of(step + 1), block_size + 1)
-        marks.append(time.perf_counter())
-        for index in range(forwards):
-            train.read_windows(stream, starts[index * batch_size:(index + 1) * batch_size], block_size, device)
-            marks.append(time.perf_counter())
-        times = [1e6 * (later - earlier) for earlier, later in zip(marks, marks[1:])]
-        found["draw"].append(times[0])
-        found["ask for the next"].append(times[1])
-        found["read a forward"] += times[2:]
-        found["step"].append(sum(times))
+        reads, began = not queue.ready, time.perf_counter()
+        assert len(queue.take(step, steps, stream, block_size)[1]) == forwards
+        found["a step"].append(1e6 * (time.perf_counter() - began))
+        if reads:
+            found["a read of many"].append(found["a step"][-1])
         time.sleep(step_s)
     return found
 
@@ -131,10 +125,11 @@ def main():
     foreign = max(0.0, busy_s() - busy - (sum(os.times()[:4]) - own)) / (time.monotonic() - began) / os.cpu_count()
     print(f"{asked.steps:,} steps of each shape, {asked.tokens:,} tokens in {SHARDS} shards, to {asked.device}; other "
           f"work took {foreign:.0%} of the machine")
-    print(f"{'':34}{'median us':>11}{'p99 us':>11}{'max us':>12}{'median':>10}{'p99':>9} of 50 ms")
+    print(f"{'':34}{'mean us':>11}{'median us':>11}{'p99 us':>11}{'max us':>12}{'mean':>10}{'median':>10}{'p99':>9}"
+          " of 50 ms")
     for name, row in rows.items():
-        print(f"{name:34}{row['median_us']:11,.1f}{row['p99_us']:11,.1f}{row['max_us']:12,.1f}"
-              f"{row['median_share']:10.3%}{row['p99_share']:9.3%}")
+        print(f"{name:34}{row['mean_us']:11,.1f}{row['median_us']:11,.1f}{row['p99_us']:11,.1f}{row['max_us']:12,.1f}"
+              f"{row['mean_share']:10.3%}{row['median_share']:10.3%}{row['p99_share']:9.3%}")
     print(json.dumps({"bench": "loader", "rows": rows, "steps": asked.steps, "tokens": asked.tokens,
                       "device": asked.device, "foreign": round(foreign, 4), "cores": os.cpu_count(),
                       "python": platform.python_version(), "numpy": np.__version__}))

@@ -53,8 +53,8 @@ from data.download import downloaded, hub_source, places_of, tokenizer_on_the_hu
 from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest,
                          manifest_problems, placeless, read_manifest, shard_problems, shard_row, stamp,
                          write_file, write_json, write_manifest)
-from data.shards import (ShardHasher, Tokens, by_share, check_fingerprint, first_segments,  # the trainer asks here
-                         grown, growth, losses_by_source, mixed_order, val_sources)
+from data.shards import (ShardHasher, StepQueue, Tokens, by_share, check_fingerprint,  # the trainer asks here
+                         first_segments, grown, growth, losses_by_source, mixed_order, val_sources)
 from data.sources import CHUNK, Reading, Source, file_at, find_sources, part_of, walk
 from data.vocabulary import BYTES, ENDS_OF_TEXT, GPT2, NO_TOKENIZER, byte_tokenizer, load_tokenizer, train_bpe
 from data.vocabulary import named_tokenizer as tokenizer_here

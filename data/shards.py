@@ -274,10 +274,7 @@ def by_share(sources, starts, sums):
 
 class Tokens:
     """The tokens of a list of shards as one stream. They are read, not mapped: a file that is cut off under a map ends
-    the process with a bus error, and what a map has read counts as memory of the process.
-
-    `seconds` counts the time spent in reading.
-    """
+    the process with a bus error, and what a map has read counts as memory of the process."""
 
     def __init__(self, folder, shards, vocab_size, stamps=()):
         self.folder, self.shards, self.vocab_size = folder, shards, vocab_size
@@ -285,7 +282,6 @@ class Tokens:
         for shard in shards:
             self.starts.append(self.starts[-1] + shard["tokens"])
         self.opened, self.stamps = OrderedDict(), dict(stamps)  # by number: descriptors, and files as found
-        self.seconds = 0.0
 
     def __len__(self):
         return self.starts[-1]
@@ -317,51 +313,82 @@ class Tokens:
         return self.opened[number]
 
     def windows(self, starts, length):
-        """int64 [len(starts), length]: the tokens from each start on.
+        """int64 [*starts' shape, length]: the tokens from each start on.
 
         Raises ValueError at an id beyond the vocabulary, and where a file is no longer what it was when it was opened.
         """
-        began, touched = time.perf_counter(), set()
-        ids = np.empty((len(starts), length), ID)
-        for row, start in zip(ids, starts):
-            self.fill(int(start), row, touched)
+        starts, touched, filled = np.asarray(starts), set(), 0
+        ids = np.empty((starts.size, length), ID)
+        content = memoryview(ids.reshape(-1)).cast("B") if ids.size else b""
+        for number, place, size in self.pieces(starts.ravel().tolist(), length):
+            if os.preadv(self.descriptor(number), [content[filled:filled + size]], place) < size:
+                raise changed(self.path(number), f"it ends before byte {place + size:,}")
+            filled += size
+            touched.add(number)
         for number in touched:  # after the reading: what was read before a change is whole
             check_unchanged(self.path(number), self.stamps[number])
         if len(ids) and ids.max() >= self.vocab_size:
             row, column = np.unravel_index(ids.argmax(), ids.shape)
-            token = int(starts[row]) + int(column)
+            token = int(starts.ravel()[row]) + int(column)
             number = self.shard_at(token)
             raise ValueError(f"{self.path(number)}: token {token - self.starts[number]:,} is {ids.max()}, beyond the "
                              f"vocabulary of {self.vocab_size:,}")
-        out = ids.astype(np.int64)
-        self.seconds += time.perf_counter() - began
-        return out
+        return ids.astype(np.int64).reshape(*starts.shape, length)
 
-    def pieces(self, start, length):
-        """Where so many tokens lie from `start` on: [(number of the shard, place in it, size) in bytes, ...]."""
-        while length:
-            number = self.shard_at(start)
-            offset = start - self.starts[number]
-            taken = min(length, self.shards[number]["tokens"] - offset)
-            yield number, self.shards[number]["header_bytes"] + 2 * offset, 2 * taken
-            start, length = start + taken, length - taken
-
-    def fill(self, start, row, touched):
-        """Reads the tokens from `start` on into `row`, across as many shards as it takes; notes these in `touched`."""
-        filled = 0
-        for number, place, size in self.pieces(start, len(row)):
-            if os.preadv(self.descriptor(number), [row[filled:filled + size // 2]], place) < size:
-                raise changed(self.path(number), f"it ends before byte {place + size:,}")
-            filled += size // 2
-            touched.add(number)
+    def pieces(self, starts, length):
+        """Where so many tokens lie from each start on: (number of the shard, place in it, size) in bytes, in order."""
+        for start in starts:
+            end = start + length
+            while start < end:
+                number = self.shard_at(start)
+                taken = min(end, self.starts[number + 1]) - start
+                yield number, self.shards[number]["header_bytes"] + 2 * (start - self.starts[number]), 2 * taken
+                start += taken
 
     def ahead(self, starts, length):
-        """Has the system fetch into its cache what `windows` will be asked for next, while a step goes on."""
+        """Has the system fetch into its cache, all at once, what `windows` will be asked for next."""
+        for number, place, size in self.pieces(starts, length) if hasattr(os, "posix_fadvise") else ():
+            os.posix_fadvise(self.descriptor(number), place, size, os.POSIX_FADV_WILLNEED)
+
+
+class StepQueue:
+    """The windows of the steps to come, handed out step by step. After a step the caches are cold, and to read for many
+    steps costs little more than for one: so they are read for many at once, at a start for one, then 4, then 16, up to
+    most_steps or most_tokens, and the system is asked for those after them. `seconds` counts the time in it.
+
+    draw(step, steps): the windows of so many steps as drawn, [3 or 4, steps, windows of a step], first tokens third;
+    `own`: the slice of a step's that this rank reads; batches_of(int64 [steps, own, T + 1]): a list, of each step what
+    `take` hands out; hasher: is told what is read."""
+
+    def __init__(self, draw, batches_of, own, most_steps, most_tokens, hasher):
+        self.draw, self.batches_of, self.own, self.hasher = draw, batches_of, own, hasher
+        self.most_steps, self.most_tokens = most_steps, most_tokens
+        self.steps, self.seconds, self.ready = 0, 0.0, deque()  # steps: that were read at once
+
+    def take(self, step, end, stream, block_size):
+        """(its windows as drawn, its batches) of the step, the one after the last that was taken; `end` never comes."""
         began = time.perf_counter()
-        for start in starts if hasattr(os, "posix_fadvise") else ():
-            for number, place, size in self.pieces(int(start), length):
-                os.posix_fadvise(self.descriptor(number), place, size, os.POSIX_FADV_WILLNEED)
+        if not self.ready:
+            self._read(step, end, stream, block_size)
+        taken = self.ready.popleft()
         self.seconds += time.perf_counter() - began
+        return taken
+
+    def _read(self, step, end, stream, block_size):
+        most = max(1, min(self.most_steps, self.most_tokens // max(1, block_size * (self.own.stop - self.own.start))))
+        self.steps = min(4 * self.steps, most) or 1
+        steps = min(self.steps, end - step)
+        drawn = self.draw(step, steps)
+        after = self.draw(step + steps, max(1, min(4 * self.steps, most, end - step - steps)))
+        batches = self.batches_of(stream.windows(drawn[2][:, self.own], block_size + 1))
+        stream.ahead(after[2][:, self.own].ravel().tolist(), block_size + 1)
+        self.hasher.reads(stream, drawn[2].ravel(), block_size)
+        self.ready.extend(zip(drawn.swapaxes(0, 1), batches))
+
+    def clear(self):
+        """Forget what was read: the windows to come are others now."""
+        self.ready.clear()
+        self.steps = 0
 
 
 def stamp(status):

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,11 +46,11 @@ def stepper(device, optimizer, scaling=False):
     opt = train.new_optimizer(model, optimizer, ranks, scaling, betas=(0.9, 0.95), weight_decay=0.1, momentum=0.95,
                               grad_clip=1.0, heads=(2, 2, 32), matrix_dtype=torch.float32)
 
-    stream = SimpleNamespace(windows=lambda starts, length: torch.randint(
-        60, (4, length), generator=torch.Generator().manual_seed(starts[0])).numpy())
+    def windows(number):
+        return torch.randint(60, (4, 33), generator=torch.Generator().manual_seed(number)).numpy()
 
     def step(i):
-        batches = ((index, train.read_windows(stream, [10 * i + index], 32, device)) for index in range(2))
+        batches = ((index, train.to_batch(windows(10 * i + index), device)) for index in range(2))
         return train.train_step(model, ranks, opt, 2, contextlib.nullcontext, 1e-3, 0.02, batches, ("d", i), (),
                                 preflight.Interrupt())
     return model, opt, step

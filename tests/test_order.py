@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 import time
 import tracemalloc
 from pathlib import Path
@@ -513,7 +514,6 @@ def test_windows_run_across_shards_and_skip_headers(tmp_path, headers):
         read = stream.windows(starts, length)
         assert read.dtype == np.int64
         assert (read == np.lib.stride_tricks.sliding_window_view(ids, length)).all()
-    assert stream.seconds > 0
     assert stream.windows([], 5).shape == (0, 5)
 
 
@@ -522,7 +522,7 @@ def test_targets_are_the_inputs_one_ahead_and_windows_join(tmp_path):
     rows, ids = write_shards(tmp_path, [50, 30, 20])
     stream, block_size = prepare.Tokens(tmp_path, rows, 257), 8
     _, index, starts = train.draw_windows(0, 12, [(0, 100)], 3, block_size)
-    idx_BT, targets_BT = train.read_windows(stream, starts[np.argsort(index)], block_size, CPU)
+    idx_BT, targets_BT = train.to_batch(stream.windows(starts[np.argsort(index)], block_size + 1), CPU)
     assert idx_BT.shape == targets_BT.shape == (12, block_size)
     assert idx_BT.dtype == targets_BT.dtype == torch.int64
     assert torch.equal(idx_BT[:, 1:], targets_BT[:, :-1])
@@ -614,13 +614,47 @@ def test_what_comes_next_is_asked_for_where_it_lies(tmp_path, monkeypatch):
 
 
 def test_a_run_asks_for_the_windows_of_its_next_step(tmp_path, data, monkeypatch):
-    asked, real = [], prepare.Tokens.ahead
+    asked, read, real, windows = [], [], prepare.Tokens.ahead, prepare.Tokens.windows
     monkeypatch.setattr(prepare.Tokens, "ahead", lambda stream, starts, length: (
-        asked.append(starts.tolist()), real(stream, starts, length)))
-    threads = threading.active_count()
-    [one] = run_ranks(1, tmp_path, (words_of(tmp_path / "out", data, max_steps=9), {}))
-    assert one[0][0] == 0 and threading.active_count() == threads
-    assert asked == [train.draw_windows(8 * step, 8, ((0, 700),), 1337, 16)[2].tolist() for step in range(1, 10)]
+        asked.append(starts), real(stream, starts, length)))
+    monkeypatch.setattr(prepare.Tokens, "windows", lambda stream, starts, length: (
+        read.append(starts), windows(stream, starts, length))[1])
+    [one] = run_ranks(1, tmp_path, (words_of(tmp_path / "out", data, max_steps=9, eval_interval=0), {}))
+    assert one[0][0] == 0
+    spans = [(0, 1), (1, 4), (5, 4), (9, 1)]  # first step, steps
+    starts = [train.draw_windows(8 * step, 8 * count, ((0, 700),), 1337, 16)[2].tolist() for step, count in spans]
+    assert asked == starts[1:]
+    assert [found.ravel().tolist() for found in read if getattr(found, "ndim", 1) == 2] == starts[:3]
+
+
+@pytest.mark.parametrize("most, tokens, sizes", [
+    (16, 10**6, [1, 4, 16, 16, 3]), (2, 10**6, [1] + [2] * 19 + [1]), (16, 0, [1] * 40),
+    (16, 2 * 3 * 7 + 6, [1] + [2] * 19 + [1])], ids=["steps", "two", "none", "tokens"])
+def test_steps_are_read_for_many_at_once_and_taken_one_by_one(most, tokens, sizes):
+    """Of each step 3 of 5 windows of 7 tokens."""
+    reads, asked, noted, length = [], [], [], 8
+    draw = lambda step, steps: np.arange(5 * step, 5 * (step + steps)) + np.array([[0], [1000], [5000]])
+    stream = types.SimpleNamespace(
+        windows=lambda starts, size: (reads.append(starts), np.repeat(starts[..., None], size, axis=-1))[1],
+        ahead=lambda starts, size: asked.append((starts, size)))
+    new_queue = lambda: prepare.StepQueue(
+        lambda step, steps: draw(step, steps).reshape(3, steps, 5), list, slice(1, 4), most, tokens,
+        types.SimpleNamespace(reads=lambda *noted_now: noted.append(noted_now[1].tolist())))
+    queue = new_queue()
+    for step in range(40):
+        drawn, batch = queue.take(step, 40, stream, length - 1)
+        assert (drawn == draw(step, 1)).all()
+        assert batch.shape == (3, length) and batch[:, 0].tolist() == drawn[2][1:4].tolist()
+    assert [len(found) for found in reads] == sizes and queue.seconds > 0
+    assert [found for found, _ in asked[:-1]] == [found.ravel().tolist() for found in reads[1:]]
+    assert all(size == length for _, size in asked) and len(asked[-1][0]) == 3
+    assert sum(noted, []) == draw(0, 40)[2].tolist()
+    queue = new_queue()
+    for step in range(3):
+        queue.take(step, 40, stream, length - 1)
+    queue.clear()
+    del reads[:]
+    assert queue.take(3, 40, stream, length - 1)[0][0, 0] == 15 and len(reads[0]) == 1
 
 
 def test_a_read_beyond_the_end_of_a_cut_file_is_named(tmp_path):

@@ -293,11 +293,13 @@ def test_a_shard_cut_off_under_a_run_ends_it_before_a_wrong_update(tmp_path, dat
     folder, out = shutil.copytree(data, tmp_path / "data"), tmp_path / "cut"
     whole = (folder / "train-00000.bin").read_bytes()
     [ranks] = run_ranks(world_size, tmp_path, (words_of(out, folder), {
+        "READ_STEPS": 1,
         "train_step": before_step(6, functools.partial(os.truncate, folder / "train-00000.bin", 300))}))
     code, text = ranks[0]
     assert code == 1, text
-    assert "train-00000.bin changed while this run reads it" in (out / "errors" / "rank_0.txt").read_text()
-    assert reached(out) == 5 and pointed(out)[1]["step"] == 4
+    told = [path.read_text() for path in (out / "errors").glob("rank_*.txt")]  # of whichever rank reads first
+    assert any("train-00000.bin changed while this run reads it" in text for text in told), told
+    assert 7 - world_size <= reached(out) <= 6 and pointed(out)[1]["step"] == 4, "another rank may read step 6 later"
     code, text = session(words_of(out, folder))
     assert code == 2 and "train-00000.bin: 300 bytes on disk, 1,400 in the manifest" in text
     (folder / "train-00000.bin").write_bytes(whole)

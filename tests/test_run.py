@@ -701,9 +701,10 @@ def test_a_gpu_evaluates_in_one_shape_and_each_window_counts_once(monkeypatch, c
     def forward(starts_B):
         shapes.append(len(starts_B))
         return starts_B[:, None].float().repeat(1, 3)
-    monkeypatch.setattr(train, "read_windows", lambda stream, starts, *_: (torch.from_numpy(starts),))
+    monkeypatch.setattr(train, "to_batch", lambda starts, _: (torch.from_numpy(starts),))
+    stream = types.SimpleNamespace(windows=lambda starts, length: starts)
     model = types.SimpleNamespace(training=True, eval=lambda: None, train=lambda mode: None, forward=None)
-    sums = train.window_losses(model, forward, None, np.arange(count), 4, 3, types.SimpleNamespace(type="cuda"),
+    sums = train.window_losses(model, forward, stream, np.arange(count), 4, 3, types.SimpleNamespace(type="cuda"),
                                contextlib.nullcontext, lambda: False)
     assert sums == [3.0 * start for start in range(count)] and shapes == [4] * -(-count // 4)
 
