@@ -40,6 +40,7 @@ TRAINER = {"run": str, "lineage": list, "step": int, "windows": int, "tokens": i
 BATCH = {"batch_tokens": int, "block_size": int}
 POINTER = {"format": int, "run": str, "step": int, "tokens": int, "windows": int, "checkpoint": str,
            "manifest_sha256": str, "commit": str, "nonce": str}
+LOG_EVERY_S = 1.0  # rows and live lines of shorter steps are written together
 SAVES_THAT_MAY_FAIL = 1  # in a row; one more ends the run
 
 
@@ -697,6 +698,8 @@ class Journal:
     early: list = field(default_factory=list)  # events from before the session has its number
     turn: object = field(default_factory=threading.Lock)  # training and saving write lines
     files: dict = field(default_factory=dict)  # open to append to: between two steps the way to a file is a long one
+    unwritten: list = field(default_factory=list)  # logged steps
+    settled: float = 0.0  # when they were last written
 
     def report(self, event, **fields):
         """One line of events.jsonl; `step` among the fields says that it is of another step than the present one."""
@@ -708,6 +711,23 @@ class Journal:
                 self.line("events.jsonl", row | {"session": self.run.session})
             else:
                 self.early.append(row)
+
+    def log(self, *logged):
+        """Have row_of(*numbers) written to metrics.jsonl and line_of(row, *numbers) said, at once or within a second:
+        after a step the caches are cold, and twenty rows cost little more than one. logged: row_of, line_of, say and
+        the numbers."""
+        if self.writes:
+            self.unwritten.append(logged)
+            if time.monotonic() > self.settled + LOG_EVERY_S:
+                self.settle()
+
+    def settle(self):
+        """Write and say what was logged up to now."""
+        logged, self.unwritten, self.settled = self.unwritten, [], time.monotonic()
+        for row_of, line_of, say, *numbers in logged:
+            row = row_of(*numbers)
+            self.line("metrics.jsonl", row)
+            say(line_of(row, *numbers))
 
     def line(self, name, row):
         """One line of a jsonl file; a disk that takes none costs the line, not the run."""
@@ -792,6 +812,7 @@ class Journal:
         try:
             yield
         except Exception as error:  # told here, answered by `answering_errors`
+            self.settle()
             if not getattr(error, "told", False):
                 error.told = True
                 self._tell(error, int(os.environ.get("RANK", 0)))

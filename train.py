@@ -717,15 +717,17 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
             report("spike", at=step, loss=finite(outcome.loss), running_mean=finite(mean), windows=window_ids(drawn))
 
 
-def metrics_row(outcome, step, session, steps, step_s, data_s, order, batch_tokens, block_size):
-    """A row of metrics.jsonl but for rates, MFU and disk; the times are of the `steps` steps since the last row."""
-    windows = step * batch_tokens // block_size
+def metrics_row(outcome, step, session, order, batch_tokens, block_size, mfu_each, at, steps, step_s, data_s):
+    """A row of metrics.jsonl but for learning rates and disk; the seconds are of the `steps` steps since the last row,
+    which were done `at` a time of the day. mfu_each: the MFU of one token/s, 0 where no peak is known."""
+    windows, tokens_per_s = step * batch_tokens // block_size, steps * batch_tokens / step_s
     part = pass_of(windows, order, block_size)
     return {"session": session, "step": step, "tokens": step * batch_tokens, "windows": windows,
             "epoch": round(part.number + (windows - part.first) / part.windows, 6), "loss": finite(outcome.loss),
-            "grad_norm": finite(outcome.grad_norm), "tokens_per_s": finite(steps * batch_tokens / step_s),
+            "grad_norm": finite(outcome.grad_norm), "tokens_per_s": finite(tokens_per_s),
+            "mfu": finite(tokens_per_s * mfu_each) if mfu_each else None,
             "step_ms": finite(1000 * step_s / steps), "data_ms": finite(1000 * data_s / steps),
-            "mem_gb": finite(outcome.mem_gb), "time": round(time.time(), 3)}
+            "mem_gb": finite(outcome.mem_gb), "time": round(at, 3)}
 
 
 # ---- main --------------------------------------------------------------------------------------------------
@@ -882,6 +884,14 @@ def main():
                                  evaluated_at == run.step)
         paced, mark = None, time.perf_counter()
         due = lambda interval: interval > 0 and run.step % interval == 0
+        row_of = lambda step, outcome, factor, left_s, mean, *spent: metrics_row(
+            outcome, step, run.session, order, batch_tokens, block_size, peak and flops_per_token(config) / peak, *spent
+        ) | tokens_by_source(step * per_step, order, data_seed, block_size) | {
+            "lr": learning_rate * factor, "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
+            "free_gb": preflight.free_gb_around(out_dir, time.time() // 5)}
+        line_of = lambda row, step, outcome, factor, left_s, mean, *spent: preflight.live_line(
+            row, run.horizon, left_s, pusher.safe_step if pusher else None, mean,
+            preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs())
         while True:
             pass_start = pass_starting_in(run.step * per_step, per_step, order, block_size)
             pass_ends = bool(pass_start and pass_start > run.segments[-1][0])  # in the step that comes
@@ -901,19 +911,9 @@ def main():
                     from_rank_0(ranks, lambda: saver.wait())  # raises why
                 judge(outcome, step, run, report, drawn, max_bad_steps)
                 if step % log_interval == 0 or step == first_step + 1:
-                    row = metrics_row(outcome, step, run.session, steps, step_s, coming.seconds - data_s, order,
-                                      batch_tokens, block_size)
-                    row |= tokens_by_source(row["windows"], order, data_seed, block_size)
-                    row |= {"lr": learning_rate * factor,
-                            "free_gb": preflight.free_gb_around(out_dir, row["time"] // 5),
-                            "muon_lr": muon_learning_rate * factor if optimizer == "muon" else None,
-                            "mfu": finite(row["tokens_per_s"] * flops_per_token(config) / peak) if peak else None}
-                    journal.line("metrics.jsonl", row)
                     paced_s = (time.monotonic() - paced[1]) / (step - paced[0]) if step > paced[0] else took_s
-                    left_s = paced_s * (run.horizon - step)
-                    say(preflight.live_line(
-                        row, run.horizon, left_s, pusher.safe_step if lead and pusher else None, run.loss_spread[1],
-                        preflight.memory_note(ranks.device, outcome.mem_gb), watcher.costs()))
+                    journal.log(row_of, line_of, say, step, outcome, factor, paced_s * (run.horizon - step),
+                                run.loss_spread[1], time.time(), steps, step_s, coming.seconds - data_s)
                     steps, step_s, data_s = 0, 0.0, coming.seconds
             stop = stop or ("steps" if 0 < stop_after_steps <= run.step - first_step else "")
             if stop_at_segment_end and pass_ends and not stop and (run.step > first_step or not from_rank_0(
@@ -921,6 +921,8 @@ def main():
                 stop = "segment"
             if stop and unread:
                 continue  # settle what is in flight first
+            if boundary or stop:
+                journal.settle()
             at_end, in_time = run.step >= run.horizon, stop in ("", "steps", "segment")
 
             keeps = due(milestone_interval) or milestone_at_segment_end and pass_ends and in_time

@@ -91,8 +91,8 @@ def time_log(train, stream, steps, folder):
     found = {"a logged step": [], "an event": []}
     for step in range(1, steps + 1):
         run.step, began = step, time.perf_counter()
-        row = train.metrics_row(outcome, step, 1, 10, 0.5, 0.001, order, 524288, 1024)
-        row |= {"lr": 6e-4, "free_gb": round(train.preflight.free_gb(str(folder)), 3), "muon_lr": None, "mfu": 0.4}
+        row = train.metrics_row(outcome, step, 1, order, 524288, 1024, 4e-8, time.time(), 10, 0.5, 0.001)
+        row |= {"lr": 6e-4, "free_gb": round(train.preflight.free_gb(str(folder)), 3), "muon_lr": None}
         journal.line("metrics.jsonl", row)
         train.preflight.say(train.preflight.live_line(row, steps, 3600.0, None))
         found["a logged step"].append(1e6 * (time.perf_counter() - began))

@@ -837,3 +837,51 @@ def test_bad_steps_are_counted_by_a_host_that_reads_a_step_late(words, tmp_path)
     code, text = session(words(max_bad_steps=3), **LATE, train_step=poisoned(*range(1, 99)))
     assert code == 1 and status(tmp_path / "run")[:2] == ("failed", "bad_steps"), text
     assert [row["in_a_row"] for row in events(tmp_path / "run", "skip")] == [1, 2, 3]
+
+
+# -- rows of many steps at once
+
+def journal_in(folder, monkeypatch):
+    """(a Journal, what it says, a list with the time in it, that many seconds after its first row)."""
+    run, said, now = train.Run(run="r", session=1), [], [100.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    journal = checkpoint.Journal(str(folder), True, run)
+    log = lambda step: journal.log(lambda step, lr: {"step": step, "lr": lr}, lambda row, step, lr: f"{row} {lr}",
+                                   said.append, step, step / 10)
+    return journal, log, said, now
+
+
+def test_rows_of_short_steps_are_written_together_and_none_waits_for_more_than_a_second(tmp_path, monkeypatch):
+    journal, log, said, now = journal_in(tmp_path, monkeypatch)
+    written = lambda: [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    log(1)
+    assert written() == [1] and said == ["{'step': 1, 'lr': 0.1} 0.1"], "the first at once"
+    now[0] += checkpoint.LOG_EVERY_S / 2
+    log(2)
+    assert written() == [1]
+    now[0] += checkpoint.LOG_EVERY_S
+    log(3)
+    assert written() == [1, 2, 3] and len(said) == 3
+    log(4)
+    journal.settle()
+    journal.settle()
+    assert written() == [1, 2, 3, 4] and len(said) == 4, "once each"
+    now[0] += 30
+    log(5)
+    assert written()[-1] == 5, "long steps wait for nothing"
+
+
+def test_an_error_does_not_lose_the_rows_before_it(tmp_path, monkeypatch):
+    journal, log, said, now = journal_in(tmp_path, monkeypatch)
+    with pytest.raises(RuntimeError, match="boom"), journal.telling_errors():
+        log(1)
+        log(2)
+        raise RuntimeError("boom")
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2] and len(said) == 2
+
+
+def test_a_rank_that_writes_nothing_makes_no_rows(tmp_path):
+    journal = checkpoint.Journal(str(tmp_path), False, train.Run())
+    journal.log(None, None, None)
+    journal.settle()
+    assert not list(tmp_path.iterdir())
