@@ -839,8 +839,8 @@ def main():
 
         # what this session begins with, on record
         host = preflight.host_record(ranks.world_size)
-        start = {"run": run.run, "stages": stages.seconds, "parameters": counts["total"], "settings": settings,
-                 "data_fingerprint": data_prepare.fingerprint(manifest), **host}
+        start = {"run": run.run, "nonce": run.lineage[-1][0], "stages": stages.seconds, "settings": settings,
+                 "parameters": counts["total"], "data_fingerprint": data_prepare.fingerprint(manifest), **host}
         from_rank_0(ranks, journal.begin, start, folder, trainer, changed, str(initial) or f"seed {seed}")
 
         # the loop. At a boundary: save, evaluate, sample; then stop, or do a step

@@ -7,13 +7,15 @@ Each round trains the same 60 steps without a Hub, with one that takes connectio
 what training itself spends on the Hub), and with one that works; their order alternates. In a fourth session, of short
 steps, the process that pushes is stopped and let go on by turns, every few steps, and the steps while it runs are
 compared with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows
-a difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process: its work belongs to
-another machine and is not the run's. Last, a session begins on an empty disk. Prints a table, then one JSON line.
+a difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
+memory where there is room (/dev/shm): its work belongs to another machine and is not the run's. Last, a session begins
+on an empty disk. Prints a table, then one JSON line.
 """
 import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -166,7 +168,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     began, rounds, turns, pushes, processes = time.monotonic(), [], [], [], []
-    with tempfile.TemporaryDirectory() as name:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4e9 else None
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=memory) as there:
         folder = Path(name)
         (folder / "text.txt").write_text("the run after so many kills is the same run. " * 20000)
         data = folder / "data"
@@ -177,7 +180,7 @@ def main():
             hubs = {}
             hang = {"kind": "hang", "match": "POST .*(preupload|batch|commit)", "times": 0}
             for arm, faults in (("on", []), ("turns", []), ("silent", [hang])):
-                process, hubs[arm] = start_hub(folder / f"hub-{arm}", faults)
+                process, hubs[arm] = start_hub(Path(there, arm), faults)
                 processes.append(process)
             for number in range(asked.rounds):
                 found, ratios, events = one_round(number, folder, data, hubs)

@@ -7,6 +7,7 @@ command goes on from it, after a kill too, to the same bytes, for the ids of a p
 
 import concurrent.futures
 import contextlib
+import copy
 import fcntl
 import functools
 import hashlib
@@ -368,6 +369,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         how = how._replace(fetch=functools.partial(on_this_disk, fetch=fetch))
         if tokenizer.file:
             write_file(folder / "data" / "tokenizer.json", Path(tokenizer.file).read_bytes())
+            tokenizer = copy.copy(tokenizer)
             tokenizer.file = str(folder / "data" / "tokenizer.json")  # the workers', whatever comes to the other
         limit = int(options.val_ratio * 2**64) if options.val_below < 0 else options.val_below
         journal = journal or new_journal(plan, sources, limit)

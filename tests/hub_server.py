@@ -15,7 +15,6 @@ is found: `times` times (1; 0: always), after `after` of them (0), with probabil
   corrupt        a bit is flipped, in byte `at` (the middle), of what is read, or of what is kept of a PUT
   norange, truncate  a ranged read is answered 200 with the whole file; a body ends in the middle
 """
-
 import base64
 import hashlib
 import json
@@ -289,20 +288,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def ranged(self, sha256, headers):
         """The answer with a file, or the range of it that was asked for, under the faults of bodies."""
-        content = bytearray((self.hub.blobs / sha256).read_bytes())
-        found, first, end = re.match(r"bytes=(\d+)-(\d*)", self.record["range"] or ""), 0, len(content)
-        kinds = ["corrupt", "truncate"] + ["norange"] * bool(found)
-        fault = self.hub.pick(self.record, *kinds) if self.command == "GET" and content else {}
+        size = (self.hub.blobs / sha256).stat().st_size
+        found, first, end = re.match(r"bytes=(\d+)-(\d*)", self.record["range"] or ""), 0, size
+        kinds = ("corrupt", "truncate", "norange") if found else ("corrupt", "truncate")
+        fault = self.hub.pick(self.record, *kinds) if self.command == "GET" and size else {}
         if found and fault.get("kind") != "norange":
             first, end = int(found[1]), min(int(found[2] or end) + 1, end)
             if first >= end:
-                raise Refused(416, f"there are only {len(content)} bytes")
-            headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
-        if fault.get("kind") == "corrupt":
-            content[fault.get("at", (first + end) // 2)] ^= 1
+                raise Refused(416, f"there are only {size} bytes")
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{size}"
+        with open(self.hub.blobs / sha256, "rb") as file:
+            content = bytearray(os.pread(file.fileno(), end - first, first))
+        if fault.get("kind") == "corrupt" and first <= (at := fault.get("at", (first + end) // 2)) < end:
+            content[at - first] ^= 1
         headers |= {"Content-Length": end - first, "Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-        end = (first + end) // 2 if fault.get("kind") == "truncate" else end
-        return 206 if "Content-Range" in headers else 200, content[first:end], headers
+        del content[(end - first) // 2 if fault.get("kind") == "truncate" else end - first:]
+        return 206 if "Content-Range" in headers else 200, content, headers
 
     def at(self, repo, rev, writes=False):
         """(commit, tree) of a branch, a commit or the beginning of one, for a reader under the faults of reads."""
@@ -488,9 +489,8 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     """--folder DIR --port-file FILE [--faults JSON] [--seed S] [--options JSON]: a process of its own, until killed."""
     words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    faults, seed, options = (json.loads(words.get(*word)) for word in
-                             (("--faults", "[]"), ("--seed", "0"), ("--options", "{}")))
-    with Hub(words["--folder"], faults, seed=seed, **options) as hub:
+    given = lambda name, default: json.loads(words.get(name, default))
+    with Hub(words["--folder"], given("--faults", "[]"), seed=given("--seed", "0"), **given("--options", "{}")) as hub:
         keep(Path(words["--port-file"]), json.dumps({"url": hub.url, "ports": hub.ports}).encode())
         threading.Event().wait()
 

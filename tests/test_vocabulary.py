@@ -13,7 +13,7 @@ import tokenizers
 from test_prepare import build, ids_of, refused, sentences, texts_of
 from test_sources import all_bytes, lines
 
-from data import prepare, sources, vocabulary
+from data import building, prepare, sources, vocabulary
 
 ROOT = Path(prepare.__file__).resolve().parents[1]
 ODD = "na\u00efve \u6771\u4eac \U0001f680\r\n\t  end\0 <|endoftext|>"
@@ -87,6 +87,12 @@ def test_data_carry_their_tokenizer(corpus, own, tmp_path, workers):
     text = tokenizer.decode(ids_of(elsewhere, "train").tolist()).split("<|endoftext|>")
     assert plain[1] in text and len(text) > 50
     assert prepare.verify(elsewhere, progress=False)[1] == []
+
+
+def test_a_tokenizer_serves_for_one_build_after_the_other(corpus, own, tmp_path):
+    tokenizer, (given, _) = prepare.named_tokenizer(str(own)), sources.find_sources([str(corpus)])
+    built = [building.build_data(tmp_path / name, given, tokenizer, workers=1, progress=False) for name in ("a", "b")]
+    assert built[0]["train"] == built[1]["train"] and tokenizer.file == str(own)
 
 
 def test_data_are_the_same_wherever_the_tokenizer_lay(corpus, own, tmp_path):

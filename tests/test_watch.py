@@ -186,10 +186,13 @@ def test_every_row_of_every_session_is_in_one_wandb_run_once_steps_done_again_to
     place = lambda number, row: (row["session"], number, row["time"])
     wanted = {place(number, row): row for number, row in enumerate(written, start=1)}
     found = [item for item in history(several) if "mirror/metrics" in item]
+    nonces = {row["session"]: row["nonce"] for row in events(out_dir, "start")}
+    assert list(nonces.values()) == [nonce for nonce, _ in pointed(out_dir)[1]["lineage"]]
     assert Counter(tuple(item["mirror/metrics"]) for item in found) == Counter(list(wanted)), "each once, none is lost"
     for item in found:
         row = wanted[tuple(item["mirror/metrics"])]
         assert {name: item[name] for name in row} == pytest.approx(row)
+        assert item["nonce"] == nonces[row["session"]]
     steps = Counter(row["step"] for row in written)
     assert {row["session"] for row in written} == {1, 2, 3} and 2 in steps.values(), "some steps were done again"
     assert len(several[1]) == 3 and {path.stem for path in several[1]} == {f"run-{pointed(out_dir)[1]['run']}"}
