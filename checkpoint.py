@@ -723,8 +723,9 @@ class Journal:
 
     def settle(self):
         """Write and say what was logged up to now."""
-        logged, self.unwritten, self.settled = self.unwritten, [], time.monotonic()
-        for row_of, line_of, say, *numbers in logged:
+        self.settled = time.monotonic()
+        while self.unwritten:
+            row_of, line_of, say, *numbers = self.unwritten.pop(0)
             row = row_of(*numbers)
             self.line("metrics.jsonl", row)
             say(line_of(row, *numbers))
@@ -812,10 +813,11 @@ class Journal:
         try:
             yield
         except Exception as error:  # told here, answered by `answering_errors`
-            self.settle()
             if not getattr(error, "told", False):
                 error.told = True
                 self._tell(error, int(os.environ.get("RANK", 0)))
+            with contextlib.suppress(Exception):  # the rows before it, as far as a broken device lets them be made
+                self.settle()
             raise
 
     def _tell(self, error, rank):

@@ -563,7 +563,10 @@ def plural(number, one, many=""):
 
 def memory_note(device, peak_gb):
     """'mem 41.2 GB, 98.1 free': the peak of the rank that has the highest, and what is left of this rank's GPU."""
-    return f"mem {peak_gb:.1f} GB, {torch.cuda.mem_get_info(device)[0] / 1e9:.1f} free" if device.type == "cuda" else ""
+    with contextlib.suppress(RuntimeError):  # after an error of the device it cannot be asked
+        if device.type == "cuda":
+            return f"mem {peak_gb:.1f} GB, {torch.cuda.mem_get_info(device)[0] / 1e9:.1f} free"
+    return ""
 
 
 def live_line(row, horizon, left_s, safe_step, mean_loss=None, *notes):

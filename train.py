@@ -856,7 +856,7 @@ def main():
                 -1, steps, per_step),
             lambda windows: [list(zip(mine, zip(*(part.split(batch_size) for part in step))))
                              for step in zip(*to_batch(windows, ranks.device))],
-            slice(mine.start * batch_size, mine.stop * batch_size), READ_STEPS, READ_TOKENS, hasher)
+            slice(mine.start * batch_size, mine.stop * batch_size), READ_STEPS, READ_TOKENS)
         if lead:
             pusher = hub_repo and hub.Pusher(hub_repo, out_dir, run.run, hub_private, hub_verify, hub_keep, hub_max_gb,
                                              hub_prune_local, report, say, *known, 60 * hub_exit_minutes, interrupt)
@@ -965,7 +965,8 @@ def main():
                     coming.clear()
                     train_stream = data_prepare.Tokens(data_dir, grown, manifest["vocab_size"], train_stream.stamps)
                     report("append", window=pass_start, shards=len(grown), tokens=len(train_stream))
-            drawn, batches = coming.take(run.step, run.horizon, train_stream, block_size)
+            drawn, batches = coming.take(run.step, min(run.horizon, first_step + (stop_after_steps or run.horizon)),
+                                         train_stream, block_size)
             factor = lr_factor(run.step, schedule, run.horizon, warmup_steps, decay_ratio, min_lr_ratio)
             # time is kept for the step that comes, what is due after it, and what the saver knows of
             wishes = saver.wishes(session_ends, 2 * took_s + watch_s) if lead else ()
@@ -974,6 +975,7 @@ def main():
                 model, ranks, opt, micro_batch_count, autocast, learning_rate * factor, muon_learning_rate * factor,
                 batches, (seed, "dropout", run.step) if dropout else None, wishes, interrupt)
             unread.append((run.step, to_host(outcome), factor, drawn))
+            hasher.reads(train_stream, drawn[2], block_size)
             if trace_windows:
                 journal.line("windows.jsonl", {"session": run.session, "step": run.step, "windows": window_ids(drawn)})
 

@@ -250,17 +250,18 @@ def mirror(job, tell):
     run.define_metric("*", step_metric="step")
     kept = kept_back(job["folder"], job["run"]) if offline else None
     summary = {} if offline else {f"mirror/{name}": run.summary.get(f"mirror/{name}") for name in ("metrics", "events")}
-    tails = {name: Tail(Path(job["folder"], f"{name}.jsonl")) for name in ("events", "metrics")}
-    over, take, probed, nonces = False, best_of(run), [], {}
+    tails = {name: Tail(Path(job["folder"], f"{name}.jsonl")) for name in ("metrics", "events")}
+    over, take, probed = False, best_of(run), []
+    # two machines that go on from one checkpoint give their sessions one number
+    nonces = {row["session"]: {"nonce": row["nonce"]} for _, _, row in new_lines({"": Tail(tails["events"].path)})
+              if row.get("event") == "start" and "nonce" in row}
 
     def hand_over(name, number, row):
         place = f"mirror/{name}", row["session"], number, row["time"]
-        if row.get("event") == "start":  # two machines that go on from one checkpoint give their sessions one number
-            nonces[row["session"]] = row.get("nonce")
         if not is_there(place, job["session"], kept, summary):
             record = row if name == "metrics" else of_event(row, job["folder"], wandb.Table)
             chart = {"probes": probe_chart([*probed, row], wandb.plot.line_series)} if row.get("probes") else {}
-            run.log(record | chart | {place[0]: [*place[1:]], "nonce": nonces.get(row["session"])})
+            run.log(record | chart | {place[0]: [*place[1:]]} | nonces.get(row["session"], {}))
         if row.get("probes"):
             probed.append(row)
         if name == "events":

@@ -12,6 +12,7 @@ memory where there is room (/dev/shm): its work belongs to another machine and i
 on an empty disk. Prints a table, then one JSON line.
 """
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -99,9 +100,10 @@ def rows_in(path):
 def pushing_child(parent):
     """The process under this one that pushes, or None."""
     for task in Path(f"/proc/{parent}/task").glob("*/children"):
-        for child in task.read_text().split():
-            if b"hub.py\0work\0push" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in task.read_text().split():
+                if b"hub.py\0work\0push" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
     return None
 
 

@@ -71,7 +71,7 @@ def time_loader(train, stream, shape, steps, device, seed=1337, step_s=0.0):
             -1, number, count),
         lambda windows: [list(zip(range(forwards), zip(*(part.split(batch_size) for part in step))))
                          for step in zip(*train.to_batch(windows, device))],
-        slice(0, count), train.READ_STEPS, train.READ_TOKENS, train.data_prepare.ShardHasher("", False))
+        slice(0, count), train.READ_STEPS, train.READ_TOKENS)
     for step in range(steps):
         reads, began = not queue.ready, time.perf_counter()
         assert len(queue.take(step, steps, stream, block_size)[1]) == forwards

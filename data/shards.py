@@ -44,6 +44,7 @@ ID = np.dtype("<u2")  # a token id on disk
 LLMC_HEADER = 1024  # bytes before the ids in llm.c's files
 OPEN_SHARDS = 128  # file descriptors held by a stream
 HASH_BYTES_PER_S = 200e6
+SLOW_READ_S = 0.2  # of the windows of many steps
 LEAST_SHARE = fractions.Fraction(1, 1000)  # of a source in a mixture: some windows of each block of 10,000
 
 
@@ -354,41 +355,51 @@ class Tokens:
 class StepQueue:
     """The windows of the steps to come, handed out step by step. After a step the caches are cold, and to read for many
     steps costs little more than for one: so they are read for many at once, at a start for one, then 4, then 16, up to
-    most_steps or most_tokens, and the system is asked for those after them. `seconds` counts the time in it.
+    most_steps or most_tokens, and the system is asked for those after them; for fewer where reading is slow, for a
+    signal waits for it. `seconds` counts the time in it.
 
     draw(step, steps): the windows of so many steps as drawn, [3 or 4, steps, windows of a step], first tokens third;
     `own`: the slice of a step's that this rank reads; batches_of(int64 [steps, own, T + 1]): a list, of each step what
-    `take` hands out; hasher: is told what is read."""
+    `take` hands out."""
 
-    def __init__(self, draw, batches_of, own, most_steps, most_tokens, hasher):
-        self.draw, self.batches_of, self.own, self.hasher = draw, batches_of, own, hasher
-        self.most_steps, self.most_tokens = most_steps, most_tokens
-        self.steps, self.seconds, self.ready = 0, 0.0, deque()  # steps: that were read at once
+    def __init__(self, draw, batches_of, own, most_steps, most_tokens):
+        self.draw, self.batches_of, self.own = draw, batches_of, own
+        self.most_steps, self.most_tokens, self.seconds = most_steps, most_tokens, 0.0
+        self.clear()
 
     def take(self, step, end, stream, block_size):
-        """(its windows as drawn, its batches) of the step, the one after the last that was taken; `end` never comes."""
+        """(its windows as drawn, its batches) of the step, the one after the last that was taken; `end` never comes.
+
+        Raises: ValueError as `Tokens.windows`, for the windows of this step alone."""
         began = time.perf_counter()
         if not self.ready:
-            self._read(step, end, stream, block_size)
+            most = self.most_tokens // max(1, block_size * (self.own.stop - self.own.start))
+            self.steps = max(1, min(self.steps, self.most_steps, most, end - step))
+            try:
+                self._read(step, self.steps, stream, block_size)
+            except ValueError:
+                self.steps = 1
+                self._read(step, 1, stream, block_size)
+            is_slow = time.perf_counter() - began > SLOW_READ_S
+            self.steps = max(1, self.steps // 4) if is_slow else 4 * self.steps
+            after = step + len(self.ready)
+            with contextlib.suppress(ValueError, OSError):  # advice; what is wrong there is told when it is read
+                self._ask(after, max(1, min(self.steps, self.most_steps, most, end - after)), stream, block_size)
         taken = self.ready.popleft()
         self.seconds += time.perf_counter() - began
         return taken
 
-    def _read(self, step, end, stream, block_size):
-        most = max(1, min(self.most_steps, self.most_tokens // max(1, block_size * (self.own.stop - self.own.start))))
-        self.steps = min(4 * self.steps, most) or 1
-        steps = min(self.steps, end - step)
+    def _read(self, step, steps, stream, block_size):
         drawn = self.draw(step, steps)
-        after = self.draw(step + steps, max(1, min(4 * self.steps, most, end - step - steps)))
         batches = self.batches_of(stream.windows(drawn[2][:, self.own], block_size + 1))
-        stream.ahead(after[2][:, self.own].ravel().tolist(), block_size + 1)
-        self.hasher.reads(stream, drawn[2].ravel(), block_size)
         self.ready.extend(zip(drawn.swapaxes(0, 1), batches))
+
+    def _ask(self, step, steps, stream, block_size):
+        stream.ahead(self.draw(step, steps)[2][:, self.own].ravel().tolist(), block_size + 1)
 
     def clear(self):
         """Forget what was read: the windows to come are others now."""
-        self.ready.clear()
-        self.steps = 0
+        self.ready, self.steps = deque(), 1
 
 
 def stamp(status):

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import types
 import time
 import tracemalloc
 from pathlib import Path
@@ -627,34 +626,77 @@ def test_a_run_asks_for_the_windows_of_its_next_step(tmp_path, data, monkeypatch
     assert [found.ravel().tolist() for found in read if getattr(found, "ndim", 1) == 2] == starts[:3]
 
 
+class Windows:
+    """In the place of Tokens: a window is its first token over and over; reads and questions are kept."""
+
+    def __init__(self, gone=()):
+        self.reads, self.asked, self.gone = [], [], gone
+
+    def windows(self, starts, length):
+        if set(self.gone) & set(starts.ravel().tolist()):
+            raise ValueError("it is gone")
+        self.reads.append(starts)
+        return np.repeat(starts[..., None], length, axis=-1)
+
+    def ahead(self, starts, length):
+        self.asked.append(starts)
+        if set(self.gone) & set(starts):
+            raise ValueError("it is gone")
+
+
+def drawn_of(step, steps):
+    """Of each step 5 windows."""
+    return (np.arange(5 * step, 5 * (step + steps)) + np.array([[0], [1000], [5000]])).reshape(3, steps, 5)
+
+
+def queue_of(most, tokens=10**6):
+    """That reads 3 of the 5."""
+    return prepare.StepQueue(drawn_of, list, slice(1, 4), most, tokens)
+
+
 @pytest.mark.parametrize("most, tokens, sizes", [
     (16, 10**6, [1, 4, 16, 16, 3]), (2, 10**6, [1] + [2] * 19 + [1]), (16, 0, [1] * 40),
     (16, 2 * 3 * 7 + 6, [1] + [2] * 19 + [1])], ids=["steps", "two", "none", "tokens"])
 def test_steps_are_read_for_many_at_once_and_taken_one_by_one(most, tokens, sizes):
-    """Of each step 3 of 5 windows of 7 tokens."""
-    reads, asked, noted, length = [], [], [], 8
-    draw = lambda step, steps: np.arange(5 * step, 5 * (step + steps)) + np.array([[0], [1000], [5000]])
-    stream = types.SimpleNamespace(
-        windows=lambda starts, size: (reads.append(starts), np.repeat(starts[..., None], size, axis=-1))[1],
-        ahead=lambda starts, size: asked.append((starts, size)))
-    new_queue = lambda: prepare.StepQueue(
-        lambda step, steps: draw(step, steps).reshape(3, steps, 5), list, slice(1, 4), most, tokens,
-        types.SimpleNamespace(reads=lambda *noted_now: noted.append(noted_now[1].tolist())))
-    queue = new_queue()
+    queue, stream = queue_of(most, tokens), Windows()
     for step in range(40):
-        drawn, batch = queue.take(step, 40, stream, length - 1)
-        assert (drawn == draw(step, 1)).all()
-        assert batch.shape == (3, length) and batch[:, 0].tolist() == drawn[2][1:4].tolist()
-    assert [len(found) for found in reads] == sizes and queue.seconds > 0
-    assert [found for found, _ in asked[:-1]] == [found.ravel().tolist() for found in reads[1:]]
-    assert all(size == length for _, size in asked) and len(asked[-1][0]) == 3
-    assert sum(noted, []) == draw(0, 40)[2].tolist()
-    queue = new_queue()
+        drawn, batch = queue.take(step, 40, stream, 7)
+        assert (drawn == drawn_of(step, 1)[:, 0]).all()
+        assert batch.shape == (3, 8) and batch[:, 0].tolist() == drawn[2][1:4].tolist()
+    assert [len(found) for found in stream.reads] == sizes and queue.seconds > 0
+    asked = [found.ravel().tolist() for found in stream.reads[1:]]
+    assert [more[:len(read)] for more, read in zip(stream.asked, asked)] == asked, "what is read next is asked for"
+
+
+def test_after_a_growth_all_is_read_again():
+    queue, stream = queue_of(16), Windows()
     for step in range(3):
-        queue.take(step, 40, stream, length - 1)
+        queue.take(step, 40, stream, 7)
     queue.clear()
-    del reads[:]
-    assert queue.take(3, 40, stream, length - 1)[0][0, 0] == 15 and len(reads[0]) == 1
+    del stream.reads[:]
+    assert queue.take(3, 40, stream, 7)[0][0, 0] == 15 and len(stream.reads[0]) == 1
+
+
+def test_what_is_wrong_with_windows_of_later_steps_is_told_at_these():
+    queue, stream = queue_of(16), Windows(gone=[5000 + 5 * 9 + 1])
+    for step in range(9):
+        assert (queue.take(step, 40, stream, 7)[0] == drawn_of(step, 1)[:, 0]).all()
+    with pytest.raises(ValueError, match="it is gone"):
+        queue.take(9, 40, stream, 7)
+
+
+def test_where_reading_is_slow_fewer_are_read_at_once(monkeypatch):
+    queue, stream, now = queue_of(256), Windows(), [0.0]
+    monkeypatch.setattr(shards.time, "perf_counter", lambda: now[0])
+    real = stream.windows
+
+    def slow(starts, length):
+        now[0] += 0.005 * starts.size
+        return real(starts, length)
+    stream.windows = slow
+    for step in range(200):
+        queue.take(step, 1000, stream, 7)
+    assert [len(found) for found in stream.reads[:7]] == [1, 4, 16, 4, 16, 4, 16], "0.24 s at most"
 
 
 def test_a_read_beyond_the_end_of_a_cut_file_is_named(tmp_path):

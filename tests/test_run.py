@@ -880,6 +880,26 @@ def test_an_error_does_not_lose_the_rows_before_it(tmp_path, monkeypatch):
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2] and len(said) == 2
 
 
+def test_an_error_is_told_whatever_the_rows_before_it_meet(tmp_path, monkeypatch, capsys):
+    journal, log, said, now = journal_in(tmp_path, monkeypatch)
+    with pytest.raises(RuntimeError, match="boom"), journal.telling_errors():
+        log(1)
+        log(2)
+        journal.log(lambda: {"step": 3}, lambda row: 1 / 0, said.append)
+        raise RuntimeError("boom")
+    assert "RuntimeError: boom" in capsys.readouterr().err and len(said) == 2
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("asked", [{}, {"stop_after_steps": 6}])
+def test_a_session_reads_no_windows_beyond_its_end(words, monkeypatch, asked):
+    read = []
+    monkeypatch.setattr(train.data_prepare.StepQueue, "_read", lambda queue, step, steps, *rest, real=(
+        train.data_prepare.StepQueue._read): (read.extend(range(step, step + steps)), real(queue, step, steps, *rest)))
+    assert session(words(max_steps=9, **asked))[0] == 0
+    assert read == list(range(asked.get("stop_after_steps", 9)))
+
+
 def test_a_rank_that_writes_nothing_makes_no_rows(tmp_path):
     journal = checkpoint.Journal(str(tmp_path), False, train.Run())
     journal.log(None, None, None)

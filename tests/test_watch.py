@@ -213,6 +213,7 @@ def test_every_event_evaluation_and_sample_is_there(several):
     for number, row in enumerate(written, start=1):
         item = found[row["session"], number, row["time"]]
         assert (item["event"], item["step"], item["session"]) == (row["event"], row["step"], row["session"])
+        assert item["nonce"] == pointed(out_dir)[1]["lineage"][row["session"] - 1][0]
         if row["event"] == "eval":
             assert item["val_loss"] == pytest.approx(row["val_loss"])
         if row["event"] == "probe":
