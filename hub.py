@@ -10,9 +10,10 @@ The cycle of a push: one commit -> its listing against the manifest -> bytes fet
 by compare-and-swap -> the pointer read back -> only then what is older is deleted. The pointer decides: a session
 whose checkpoint does not descend from the one pointed at has been overtaken and pushes nothing more.
 
-The client of the Hub runs in child processes alone (`python hub.py work ...`): one for each attempt, killed at a
-deadline or with its parent. A child says what it has done in lines of JSON and loads no torch. The token comes from
-HF_TOKEN or the client's login; `masked` keeps it and signed links out of all that is said.
+The client of the Hub runs in child processes alone (`python hub.py work ...`), killed at a job's deadline or with the
+parent; one that has pushed waits for the next push, since loading the client costs more than that. Jobs and what a
+child says of them are lines of JSON; it loads no torch. The token comes from HF_TOKEN or the client's login; `masked`
+keeps it and signed links out of all that is said.
 """
 
 import argparse
@@ -625,37 +626,59 @@ def step_aside():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def serve(action, words):
-    """The life of a child: one action, told in lines of JSON; returns the exit status."""
-    job = json.loads(words)
+def serve(action, parent):
+    """The life of a child: the jobs of one kind that its parent gives it, told in lines of JSON; the exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
-    if os.getppid() != job["parent"]:
+    if os.getppid() != int(parent):
         return 1
     if action == "push":
         step_aside()
-    try:
-        hub = Hub(job["repo"], job["timeout_s"], job["pause_s"], job.get("token"))
-        emit(result="ok", **ACTIONS[action](hub, job))
-    except Exception as error:  # each failure reaches the parent as one line
-        text = text_of(error)
-        emit(result="error", kind=kind_of(error), text=f"{job['repo']}: " * (job["repo"] not in text) + text)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            hub = Hub(job["repo"], job["timeout_s"], job["pause_s"], job.get("token"))
+            emit(result="ok", **ACTIONS[action](hub, job))
+        except Exception as error:  # each failure reaches the parent as one line
+            text = text_of(error)
+            emit(result="error", kind=kind_of(error), text=f"{job['repo']}: " * (job["repo"] not in text) + text)
     return 0
 
 
 # -- children
 
+def start_child(action):
+    """A process that does jobs of one kind until its input ends."""
+    defaults = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    errors = tempfile.TemporaryFile()
+    child = subprocess.Popen(
+        [sys.executable, __file__, "work", action, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, process_group=0)
+    child.errors = errors
+    return child
+
+
+def end_child(child):
+    """Kill a process and wait for it; returns the last that it wrote as errors, on one line."""
+    child.kill()
+    with contextlib.suppress(OSError), child:  # a job that it did not read
+        pass
+    with child.errors as errors:
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 1000))
+        return masked(" ".join(errors.read().decode("utf-8", "replace").split()))
+
+
 def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lambda process: None,
-         stopped=lambda: False):
+         stopped=lambda: False, kept=None):
     """Let a child do one thing with the Hub; returns its result, and gives tell(event=..., ...) what it says before.
 
+    kept: a list with the child that waits for such a job, if there is one; one that has done this waits there after it.
     Raises: HubError with what it answered, or 'killed' where it ended, or was ended at its deadline or because of
     stopped(), without an answer.
     """
-    words = json.dumps(NET | job | {"parent": os.getpid()})
-    defaults = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    result, over, ended_for = None, threading.Event(), []
+    result, over, ended_for = {}, threading.Event(), []
     deadline = time.monotonic() + deadline_s
+    child = kept.pop() if kept and kept[-1].poll() is None else start_child(action)
 
     def watch():
         while not over.wait(0.2):
@@ -663,29 +686,29 @@ def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lamb
                 ended_for.append("at a signal" if stopped() else f"at its deadline of {deadline_s:.0f} s")
                 child.kill()
                 return
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(
-            [sys.executable, __file__, "work", action, words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, process_group=0) as child:
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            started(child)
-            for line in child.stdout:
-                said = json.loads(line) if line.startswith(b"{") and line.endswith(b"}\n") else {}  # a kill tears
-                if "result" in said:
-                    result = said
-                elif said:
-                    tell(**said)
-        finally:
-            over.set()
-            watcher.join()
-            child.kill()  # it has nothing more to say
-            child.wait()
-        if result is None:
-            errors.seek(max(0, errors.tell() - 1000))
-            why = f"was ended {ended_for[0]}" if ended_for else f"ended by {child.returncode}"
-            tail = masked(" ".join(errors.read().decode("utf-8", "replace").split()))
-            raise HubError("killed", f"{job['repo']}: the child for {action!r} {why}" + f": {tail}" * bool(tail))
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its last words say why
+            child.stdin.write(json.dumps(NET | job).encode() + b"\n")
+            child.stdin.flush()
+        started(child)
+        while not result and (line := child.stdout.readline()):
+            said = json.loads(line) if line.startswith(b"{") and line.endswith(b"}\n") else {}  # a kill tears
+            if "result" in said:
+                result = said
+            elif said:
+                tell(**said)
+    finally:
+        over.set()
+        watcher.join()
+        if is_kept := kept is not None and result.get("result") == "ok" and not ended_for:
+            kept.append(child)
+        last_words = "" if is_kept else end_child(child)
+    if not result:
+        why = f"was ended {ended_for[0]}" if ended_for else f"ended by {child.returncode}"
+        why += f": {last_words}" * bool(last_words)
+        raise HubError("killed", f"{job['repo']}: the child for {action!r} {why}")
     if result.pop("result") != "ok":
         raise HubError(result["kind"], result["text"])
     return result
@@ -729,8 +752,8 @@ def payload_of(out_dir, folder, pushed=()):
 
 
 class Pusher:
-    """The pushes of rank 0: a thread that lets one child after the other send the newest checkpoint; training waits for
-    none of it, and an outage costs no step.
+    """The pushes of rank 0: a thread that lets a child send the newest checkpoint, and a new one where that fails;
+    training waits for none of it, and an outage costs no step.
 
     over: the pointer on the Hub that this session goes back behind on purpose, as `restore` returned it.
     patience_s: how long the end of a session waits for the last push. interrupt.at: when a signal came; AFTER_SIGNAL_S
@@ -745,7 +768,8 @@ class Pusher:
         self.signal_at = lambda: interrupt.at if interrupt else math.inf
         self.job = {"repo": repo, "private": private, "verify": verify, "keep": keep, "max_gb": max_gb, "over": over}
         self.turn = threading.Condition()
-        self.waiting = self.busy = self.child = None  # payloads as (step, place, milestones); the child at work
+        self.waiting = self.busy = self.child = None  # payloads as (step, place, milestones); the newest child
+        self.kept = []  # a child that waits for the next push
         self.closed, self.hurry, self.yields, self.may_squash, self.pushed = False, False, False, True, set()
         self.offered, self.safe_step, self.overtaken = -1, safe_step, ""
         self.thread = threading.Thread(target=self._work, name="hub", daemon=True)
@@ -824,6 +848,8 @@ class Pusher:
             if self.child:
                 self.child.kill()
         self.thread.join(60)
+        while self.kept:
+            end_child(self.kept.pop())
         self._drop(self.waiting)
 
     def _work(self):
@@ -854,7 +880,8 @@ class Pusher:
             began = time.monotonic()
             job = self.job | {"place": str(place), "may_squash": self.may_squash}
             try:
-                work("push", job, GRACE_S + 2 * size / SLOWEST, lambda **said: self._tell(step, **said), self._hold)
+                work("push", job, GRACE_S + 2 * size / SLOWEST, lambda **said: self._tell(step, **said), self._hold,
+                     kept=self.kept)
             except OSError as error:  # a HubError, or no child could be started
                 attempt += 1
                 if self.closed or not self._goes_on(step, error, attempt):

@@ -5,9 +5,9 @@
 
 Each round trains the same 60 steps without a Hub, with one that takes connections and says nothing (what is left is
 what training itself spends on the Hub), and with one that works; their order alternates. In a fourth session, of short
-steps, the process that pushes is stopped and let go on by turns, every few steps, and the steps while it runs are
-compared with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows
-a difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
+steps, the process that pushes is stopped and let go on by turns, each second, and the steps while it runs are compared
+with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows a
+difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
 memory where there is room (/dev/shm): its work belongs to another machine and is not the run's. Last, a session begins
 on an empty disk. Prints a table, then one JSON line.
 """
@@ -32,7 +32,7 @@ import hub_server
 ARMS = ("off", "silent", "on")
 STEPS, INTERVAL, FIRST = 60, 20, 6  # steps of a session, from checkpoint to checkpoint, and the first that counts
 SHORT = ["--batch_size=2", "--batch_tokens=512", "--checkpoint_interval=60", "--max_steps=240"]  # the fourth session
-TURN = 4  # its steps from turn to turn, the first of which is of neither
+TURN_S = 1.0  # of it; a step that lies in two turns is of neither
 WORDS = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--vocab_size=257", "--block_size=256", "--batch_size=8",
          "--batch_tokens=2048", "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-4", "--eval_interval=0",
          "--eval_tokens=2048", "--sample_interval=0", "--log_interval=1", "--data_verify=off", "--device=cpu",
@@ -80,21 +80,18 @@ def told(process, out_dir):
 def taking_turns(out_dir, data, environment):
     """Trains while the process that pushes runs and stands by turns; [(time of the day, whether it runs)] and as
     `session`. Whether it runs is None where there was none."""
-    turns, rows_seen, process = [], 0, begin(out_dir, data, environment, *SHORT, f"--hub_repo=me/{out_dir.name}")
+    turns, process = [], begin(out_dir, data, environment, *SHORT, f"--hub_repo=me/{out_dir.name}")
     while process.poll() is None:
         time.sleep(0.01)
-        child, steps = pushing_child(process.pid), rows_in(out_dir / "metrics.jsonl")
+        child = pushing_child(process.pid) if any(out_dir.glob(".tmp-push-*")) else None  # it waits between two pushes
         if not child:
             turns.append((time.time(), None))
-        elif steps >= rows_seen + TURN or turns[-1][1] is False and time.time() > turns[-1][0] + 5:  # no more come
-            rows_seen, runs = steps, turns[-1][1] is False
-            os.kill(child, signal.SIGCONT if runs else signal.SIGSTOP)
+        elif turns[-1][1] is None or time.time() > turns[-1][0] + TURN_S:
+            runs = turns[-1][1] is not True
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(child, signal.SIGCONT if runs else signal.SIGSTOP)
             turns.append((time.time(), runs))
     return turns, *told(process, out_dir)
-
-
-def rows_in(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def pushing_child(parent):

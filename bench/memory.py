@@ -7,7 +7,8 @@ Trains with rows, evaluations, samples and checkpoints on the way in one process
 steps. VmRSS counts pages of the shards that are mapped for a while; RssAnon leaves them out. The slope is that of a
 line through the samples after the first 1,000 steps (least squares). A step lasts from its start to the start of the
 next one, so whatever stands between them is in it; those with a save, evaluation or sample between are counted apart.
-The spread of step times says something only where other work took less than 5 % of the machine.
+The spread of step times says something only where other work took less than 5 % of the machine. How much of it is the
+machine's own is seen by a bare loop of products beside: before every fourth step, of about the length of a step.
 Prints a table, then one JSON line.
 """
 import argparse
@@ -30,6 +31,7 @@ from throughput import busy_s
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_FOREIGN = 0.05
+SQUARE, BARE_EVERY = 192, 4  # the products of the bare loop, and the steps from one loop to the next
 TOKENS = 8_000_000
 WORDS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--batch_tokens=256",
          "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-3", "--dropout=0.1", "--log_interval=100",
@@ -55,15 +57,26 @@ def memory_mb():
 def measure(words, steps, warm, interval):
     """Trains and prints one JSON line: the samples, and when each step began; the memory for these is taken before."""
     sys.path.insert(0, str(ROOT))
+    import torch
+
     import configurator
     import train
 
     configurator.configure(vars(train), words)
-    began, samples, train_step = np.ones(steps), np.ones((steps // interval, 3)), train.train_step
-    at_warm, numbers = {}, itertools.count(1)
+    began, entered, samples = np.ones(steps), np.ones(steps), np.ones((steps // interval, 3))
+    bare, square, products = np.zeros(steps), torch.ones(SQUARE, SQUARE), [1]
+    at_warm, numbers, train_step = {}, itertools.count(1), train.train_step
 
     def watched_step(*arguments):
         step = next(numbers)
+        entered[step - 1] = time.perf_counter()
+        if step % BARE_EVERY == 0:
+            for _ in range(products[0]):
+                torch.mm(square, square)
+            bare[step - 1] = time.perf_counter() - entered[step - 1]
+        if step == warm // 2:
+            one = np.median(bare[BARE_EVERY - 1:step:BARE_EVERY])
+            products[0] = max(1, round(np.median(entered[1:step] - began[:step - 1]) / one))
         began[step - 1] = time.perf_counter()
         if step == warm:
             at_warm.update(busy=busy_s(), own=sum(os.times()[:4]), wall=time.monotonic())
@@ -75,7 +88,8 @@ def measure(words, steps, warm, interval):
     train.main()
     own, wall = sum(os.times()[:4]) - at_warm["own"], time.monotonic() - at_warm["wall"]
     foreign = max(0.0, busy_s() - at_warm["busy"] - own) / wall / os.cpu_count()
-    print("\n" + json.dumps({"samples": samples.tolist(), "began": began.tolist(), "foreign": foreign}))
+    print("\n" + json.dumps({"samples": samples.tolist(), "began": began.tolist(), "entered": entered.tolist(),
+                             "bare": bare[BARE_EVERY - 1::BARE_EVERY].tolist(), "foreign": foreign}))
 
 
 # ---- around it
@@ -95,9 +109,9 @@ def session(steps, warm, interval, pause, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def steps_of(began, warm, pause):
-    """(milliseconds of the steps after the first `warm`, those between which the loop did something else)"""
-    spans = [(number, 1000 * (later - earlier)) for number, (earlier, later) in enumerate(zip(began, began[1:]), 1)]
+def steps_of(began, entered, warm, pause):
+    """(milliseconds of the steps after the first `warm`, those after which the loop did something else)"""
+    spans = [(number, 1000 * (later - earlier)) for number, (earlier, later) in enumerate(zip(began, entered[1:]), 1)]
     return ([ms for number, ms in spans if number > warm and number % pause],
             [ms for number, ms in spans if number > warm and number % pause == 0])
 
@@ -105,7 +119,8 @@ def steps_of(began, warm, pause):
 def summary(found, warm, pause):
     """The figures in what `measure` found."""
     after = [sample for sample in found["samples"] if sample[0] >= warm]
-    plain, paused = steps_of(found["began"], warm, pause)
+    plain, paused = steps_of(found["began"], found["entered"], warm, pause)
+    bare = [1000 * seconds for seconds in found["bare"][warm // BARE_EVERY:]]
     at = [sample[0] for sample in after]
     row = {"steps": len(found["began"]), "samples": len(after), "first_at": int(at[0]), "last_at": int(at[-1])}
     for name, column in (("rss", 1), ("anon", 2)):
@@ -114,6 +129,7 @@ def summary(found, warm, pause):
                 f"{name}_most_mb": max(numbers), f"{name}_slope_kb_per_1000_steps": 1e6 * slope(at, numbers)}
     row |= {"step_ms": statistics.median(plain), "step_p99_ms": percentile(plain, 99),
             "step_p99_over_median": percentile(plain, 99) / statistics.median(plain),
+            "bare_ms": statistics.median(bare), "bare_p99_over_median": percentile(bare, 99) / statistics.median(bare),
             "pause_ms": statistics.median(paused) if paused else None, "foreign": found["foreign"]}
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
@@ -133,7 +149,8 @@ def main():
               f"{row[f'{name}_last_mb']:8.2f} MB at step {row['last_at']:,} ({row[f'{name}_least_mb']:.2f} to "
               f"{row[f'{name}_most_mb']:.2f}), slope {row[f'{name}_slope_kb_per_1000_steps']:+.1f} kB per 1,000 steps")
     print(f"a step {row['step_ms']:.2f} ms, p99 {row['step_p99_ms']:.2f} ms, p99 / median "
-          f"{row['step_p99_over_median']:.2f}; other work took {row['foreign']:.1%} of the machine"
+          f"{row['step_p99_over_median']:.2f}; a bare loop of products beside it {row['bare_ms']:.2f} ms, "
+          f"{row['bare_p99_over_median']:.2f}; other work took {row['foreign']:.1%} of the machine"
           + ("" if row["foreign"] < MOST_FOREIGN else ": too much for the step times to say anything"))
     print(json.dumps({"bench": "memory", **row, "quiet": row["foreign"] < MOST_FOREIGN, "cores": os.cpu_count(),
                       "python": platform.python_version()}))

@@ -1,6 +1,7 @@
 """The benches of start-up, loader, memory and logging: their arithmetic on known numbers, and a small run of each."""
 
 import concurrent.futures
+import gc
 import importlib.util
 import json
 import subprocess
@@ -62,17 +63,19 @@ def test_the_slope_is_that_of_the_line():
 
 
 def test_steps_beside_a_pause_are_counted_apart():
-    began = [0.0, 0.01, 0.02, 0.04, 0.05, 0.06]  # step 3 lasts 20 ms: there is a save between it and step 4
-    plain, paused = memory.steps_of(began, 1, 3)
+    entered = [0.0, 0.01, 0.02, 0.04, 0.055, 0.065]  # step 3 lasts 20 ms: there is a save between it and step 4
+    began = entered[:3] + [0.045] + entered[4:]  # and before step 4 a bare loop of 5 ms
+    plain, paused = memory.steps_of(began, entered, 1, 3)
     assert plain == pytest.approx([10, 10, 10]) and paused == pytest.approx([20])
 
 
 def test_memory_figures_count_from_the_warm_step_on():
     samples = [[step, 100 + step / 1000 if step > 10 else 900, 50] for step in (10, 20, 30, 40)]
-    row = memory.summary({"samples": samples, "began": [0.01 * i for i in range(41)], "foreign": 0.0}, 20, 10)
+    at = [0.01 * i for i in range(41)]
+    row = memory.summary({"samples": samples, "began": at, "entered": at, "bare": [0.02] * 10, "foreign": 0.0}, 20, 10)
     assert (row["first_at"], row["last_at"], row["samples"]) == (20, 40, 3)
     assert row["rss_slope_kb_per_1000_steps"] == pytest.approx(1000) and row["anon_slope_kb_per_1000_steps"] == 0
-    assert row["step_p99_over_median"] == pytest.approx(1)
+    assert row["step_p99_over_median"] == row["bare_p99_over_median"] == pytest.approx(1) and row["bare_ms"] == 20
 
 
 def test_memory_is_that_of_this_process():
@@ -180,7 +183,7 @@ def test_a_roofline_is_peak_over_flops_and_its_shares_are_of_a_step():
 
 # -- gains
 
-def test_the_unfused_update_is_the_same_update(monkeypatch):
+def test_the_unfused_update_is_the_same_update():
     def updated(update):
         torch.manual_seed(0)
         named = [(name, torch.nn.Parameter(torch.randn(3, 5))) for name in "ab"]
@@ -191,18 +194,37 @@ def test_the_unfused_update_is_the_same_update(monkeypatch):
         with torch.no_grad():
             update(opt, named, 1e-2, 0.1, torch.tensor(0.0))
         return [p.detach() for _, p in named], state
-    fused = updated(train.adamw_update)
-    monkeypatch.setattr(train, "adamw_update", None)
-    exec(gains.UNFUSED, {"torch": torch, "train": train})
-    torch.testing.assert_close(updated(train.adamw_update), fused, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(updated(gains.unfused_update), updated(train.adamw_update), rtol=1e-6, atol=1e-7)
 
 
-def test_a_change_is_undone_in_runs_of_their_own(monkeypatch, tmp_path):
+def test_each_change_is_undone_beside_steps_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(gains, "SHAPES", {"tiny": {"vocab": 60, "n_layer": 1, "n_head": 1, "n_embd": 16}})
-    monkeypatch.setattr(gains, "WITHOUT", {name: gains.WITHOUT[name] for name in ("nothing", "fused AdamW")})
-    asked = types.SimpleNamespace(rounds=1, warm=1, steps=2, rows=512)
-    found = gains.rounds_of("tiny", asked, tmp_path)
-    assert found.keys() == {"nothing", "fused AdamW"} and all(0 < times[0] < 60 for times in found.values())
+    found = gains.session("tiny", types.SimpleNamespace(pairs=2, warm=2, steps=1, rows=512), tmp_path)
+    assert tuple(found["times"]) == gains.CHANGES
+    assert all(len(pairs) == 2 and 0 < min(map(min, pairs)) for pairs in found["times"].values())
+
+
+def test_a_step_counts_for_what_was_switched_before_it():
+    todo = [None, *gains.plan(("a", "b"), 2, 1), None]
+    spans = [9.0, *(index + (100 if counts else 0) for index, (_, _, counts) in enumerate(todo[1:-1])), 9.0]
+    assert [(change, on) for change, on, counts in todo[1:-1] if counts] == [
+        ("a", False), ("a", True), ("b", False), ("b", True), ("a", True), ("a", False), ("b", True), ("b", False)]
+    assert gains.times_of(todo, spans, ("a", "b"), 1) == {
+        "a": [[101.0, 103.0], [111.0, 109.0]], "b": [[105.0, 107.0], [115.0, 113.0]]}
+    assert gains.summary([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]]) == {"median": 3.0, "low": 2.0, "high": 4.0, "pairs": 3}
+
+
+def test_a_change_is_undone_and_made_again():
+    steps = types.SimpleNamespace(adamw_update="fused")
+    model, memory = types.SimpleNamespace(loss_chunk_tokens=512), []
+    host = types.SimpleNamespace(keep_freed_memory=memory.append)
+    seen = {}
+    for on in (False, True):
+        for change in gains.CHANGES:
+            gains.switch(change, on, steps, host, model, 512, "fused")
+        seen[on] = steps.adamw_update, model.loss_chunk_tokens, gc.get_freeze_count() > 0
+    gc.unfreeze()
+    assert seen == {False: (gains.unfused_update, 0, False), True: ("fused", 512, True)} and memory == [False, True]
 
 
 # -- tokens to a loss

@@ -466,6 +466,35 @@ def test_a_child_that_dies_is_an_event_and_another_is_started(server, tmp_path):
     assert session.failures() == ["killed"] and pointed_at(server)[0] == 4
 
 
+def test_one_child_does_push_after_push_and_ends_with_the_session(server, tmp_path):
+    children = []
+    with Session(tmp_path / "run") as session:
+        for step in (4, 8, 12):
+            assert session.push(save(tmp_path / "run", step, lineage=(A,)))
+            children.append(session.pusher.child.pid)
+    assert len(set(children)) == 1 and not is_there(children[0]) and not session.failures()
+
+
+def test_after_a_failure_another_child_pushes(server, tmp_path):
+    with Session(tmp_path / "run") as session:
+        assert session.push(save(tmp_path / "run", 4, lineage=(A,)))
+        first = session.pusher.child.pid
+        for _ in range(hub.TRIES):  # of the client's first request in one push
+            server.add_fault("status", "GET /api/models", status=500)
+        assert session.push(save(tmp_path / "run", 8, lineage=(A,)))
+        assert session.pusher.child.pid != first and not is_there(first)
+    assert session.failures() == ["unreachable"]
+
+
+def test_a_child_that_died_while_it_waited_costs_the_next_push_nothing(server, tmp_path):
+    with Session(tmp_path / "run") as session:
+        assert session.push(save(tmp_path / "run", 4, lineage=(A,)))
+        os.kill(session.pusher.child.pid, signal.SIGKILL)
+        wait_for(lambda: session.pusher.child.poll() is not None)
+        assert session.push(save(tmp_path / "run", 8, lineage=(A,)))
+    assert not session.failures()
+
+
 def test_a_child_is_ended_at_its_deadline(server):
     server.add_fault("hang", "GET /api/models")
     with pytest.raises(hub.HubError, match="was ended at its deadline of 3 s") as raised:
@@ -515,9 +544,9 @@ def test_the_trainer_never_loads_the_client_nor_a_child_torch(server, tmp_path):
     code = ("import sys, hub; hub.work('look', {'repo': 'me/run', 'private': True}); "
             "assert not {'huggingface_hub', 'torch'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT_S)
-    job = json.dumps(hub.NET | {"repo": REPO, "parent": os.getpid()})
-    done = subprocess.run([sys.executable, "-X", "importtime", "hub.py", "work", "look", job], cwd=ROOT, check=True,
-                          capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run([sys.executable, "-X", "importtime", "hub.py", "work", "look", str(os.getpid())], cwd=ROOT,
+                          input=json.dumps(hub.NET | {"repo": REPO}) + "\n", check=True, capture_output=True, text=True,
+                          timeout=LIMIT_S)
     assert json.loads(done.stdout)["result"] == "ok" and "huggingface_hub" in done.stderr
     assert not re.search(r"\| +torch\b", done.stderr)
 
