@@ -7,7 +7,8 @@ Each round trains the same 60 steps without a Hub, with one that takes connectio
 what training itself spends on the Hub), and with one that works; their order alternates. In a fourth session, of short
 steps, the process that pushes is stopped and let go on by turns, each second, and the steps while it runs are compared
 with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows a
-difference of hundredths so. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
+difference of hundredths so. What the process has used of a core over that session, its start included, is counted too:
+the share of step time that pushes cost over a run is that by the seconds from checkpoint to checkpoint. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
 memory where there is room (/dev/shm): its work belongs to another machine and is not the run's. Last, a session begins
 on an empty disk. Prints a table, then one JSON line.
 """
@@ -32,6 +33,7 @@ import hub_server
 ARMS = ("off", "silent", "on")
 STEPS, INTERVAL, FIRST = 60, 20, 6  # steps of a session, from checkpoint to checkpoint, and the first that counts
 SHORT = ["--batch_size=2", "--batch_tokens=512", "--checkpoint_interval=60", "--max_steps=240"]  # the fourth session
+TICK = os.sysconf("SC_CLK_TCK")
 TURN_S = 1.0  # of it; a step that lies in two turns is of neither
 WORDS = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--vocab_size=257", "--block_size=256", "--batch_size=8",
          "--batch_tokens=2048", "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-4", "--eval_interval=0",
@@ -78,20 +80,28 @@ def told(process, out_dir):
 
 
 def taking_turns(out_dir, data, environment):
-    """Trains while the process that pushes runs and stands by turns; [(time of the day, whether it runs)] and as
-    `session`. Whether it runs is None where there was none."""
-    turns, process = [], begin(out_dir, data, environment, *SHORT, f"--hub_repo=me/{out_dir.name}")
+    """Trains while the process that pushes runs and stands by turns; [(time of the day, whether it runs)], the seconds
+    of a core that it used, and as `session`. Whether it runs is None where there was nothing to push."""
+    turns, used, process = [], {}, begin(out_dir, data, environment, *SHORT, f"--hub_repo=me/{out_dir.name}")
     while process.poll() is None:
-        time.sleep(0.01)
-        child = pushing_child(process.pid) if any(out_dir.glob(".tmp-push-*")) else None  # it waits between two pushes
-        if not child:
+        time.sleep(0.02)
+        if child := pushing_child(process.pid):
+            used[child] = cpu_s(child) or used.get(child, 0.0)
+        if not child or not any(out_dir.glob(".tmp-push-*")):  # it waits for the next checkpoint
             turns.append((time.time(), None))
         elif turns[-1][1] is None or time.time() > turns[-1][0] + TURN_S:
             runs = turns[-1][1] is not True
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(child, signal.SIGCONT if runs else signal.SIGSTOP)
             turns.append((time.time(), runs))
-    return turns, *told(process, out_dir)
+    return turns, sum(used.values()), *told(process, out_dir)
+
+
+def cpu_s(pid):
+    """Seconds of a core that a process has used, 0 where it has ended."""
+    with contextlib.suppress(OSError):
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / TICK
+    return 0.0
 
 
 def pushing_child(parent):
@@ -139,7 +149,8 @@ def step_times(rows, events):
 
 
 def one_round(number, folder, data, hubs):
-    """A session of each arm and one of turns; {arm: its times}, its ratios, and the events of the one that pushes."""
+    """A session of each arm and one of turns; {arm: its times}, its ratios and the seconds of a core that each of its
+    pushes used, and the events of the one that pushes."""
     found, order = {}, ARMS if number % 2 == 0 else ARMS[::-1]
     for arm in order:
         words = [] if arm == "off" else [f"--hub_repo=me/run-{number}", "--hub_exit_minutes=" + (
@@ -149,7 +160,8 @@ def one_round(number, folder, data, hubs):
         found[arm] = step_times(rows, events)
         if arm == "on":
             pushed = events
-    return found, ratios_of(*taking_turns(folder / f"turns-{number}", data, hubs["turns"])), pushed
+    turns, used_s, rows, events = taking_turns(folder / f"turns-{number}", data, hubs["turns"])
+    return found, ratios_of(turns, rows, events), used_s / len(cycles(events)), pushed
 
 
 def cycles(events):
@@ -166,7 +178,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    began, rounds, turns, pushes, processes = time.monotonic(), [], [], [], []
+    began, rounds, turns, used, pushes, processes = time.monotonic(), [], [], [], [], []
     memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4e9 else None
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=memory) as there:
         folder = Path(name)
@@ -182,9 +194,10 @@ def main():
                 process, hubs[arm] = start_hub(Path(there, arm), faults)
                 processes.append(process)
             for number in range(asked.rounds):
-                found, ratios, events = one_round(number, folder, data, hubs)
+                found, ratios, used_s, events = one_round(number, folder, data, hubs)
                 rounds.append(found)
                 turns.append(ratios)
+                used.append(used_s)
                 pushes += cycles(events)
             cold, events = session(folder / "cold", data, hubs["on"], f"--hub_repo=me/run-{asked.rounds - 1}",
                                    f"--max_steps={STEPS + 2}")
@@ -193,10 +206,10 @@ def main():
             for process in processes:
                 process.kill()
                 process.wait()
-    report(rounds, turns, pushes, events, time.monotonic() - began)
+    report(rounds, turns, used, pushes, events, time.monotonic() - began)
 
 
-def report(rounds, turns, pushes, cold_events, seconds):
+def report(rounds, turns, used, pushes, cold_events, seconds):
     assert all(turns), "no push was under way while the steps of the fourth session were done"
     ratios = {
         "while a push runs / while it stands": [statistics.median(found) for found in turns],
@@ -215,11 +228,14 @@ def report(rounds, turns, pushes, cold_events, seconds):
     parts = ", ".join(f"{key} {middle[key]:.2f}" for key in ("push_s", "verify_s", "pointer_s"))
     print(f"a push of {middle['gb']:.3f} GB: {middle['all_s']:.2f} s ({spread}), of it {parts}; "
           f"{middle['all_s'] / middle['gb']:.1f} s a GB")
+    core_s = statistics.median(used)
+    print(f"it uses {core_s:.2f} s of a core ({min(used):.2f} to {max(used):.2f}, n {len(used)}): with a checkpoint each "
+          f"minute {core_s / 60:.2%} of the time")
     [start], [pull] = ([row for row in cold_events if row["event"] == name] for name in ("start", "pull"))
     stages = start["stages"] | {key: value for key, value in pull.items() if key.endswith("_s")}
     print("cold start, seconds: " + ", ".join(f"{key} {value:.2f}" for key, value in stages.items()))
     print(json.dumps({"bench": "hub_cost", "rounds": rounds, "turns": turns, "ratios": ratios,
-                      "pairs_median": middle_pair, "push": middle, "cold_start": stages,
+                      "pairs_median": middle_pair, "push": middle, "core_s": used, "cold_start": stages,
                       "minutes": round(seconds / 60, 1), "cores": os.cpu_count(), "python": platform.python_version(),
                       "load": round(os.getloadavg()[0], 2)}))
 
