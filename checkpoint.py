@@ -937,8 +937,7 @@ def survey(out_dir):
                 run, state = manifest["run"], "whole"
             except Damaged as error:
                 state = f"damaged: {error}"
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        rows.append((f"{folder.parent.name}/{folder.name}", run, size, "yes" if is_pointed else "", state))
+        rows.append((f"{folder.parent.name}/{folder.name}", run, _bytes_of(folder), "yes" if is_pointed else "", state))
     return rows
 
 

@@ -51,6 +51,7 @@ SLOWEST = 1e6  # bytes a second below which a child is taken to hang
 GRACE_S = 600  # of a child beside its bytes
 RETRY_S = 300.0  # the longest pause between attempts of a push
 AFTER_SIGNAL_S = 18.0  # after a signal: when a push is given up
+BURST_S, RESTS = 0.005, 2  # of work, after which the process that pushes rests twice as long as it waited for a core
 FIRST_GUESS = 20e6  # bytes a second that a push is taken to send before one has been seen
 ADVICE = {
     "refused": "; the token, of HF_TOKEN or of the client's login, must be one that may write there",
@@ -60,7 +61,8 @@ ADVICE = {
 
 
 class HubError(OSError):
-    """Work with the Hub that failed; kind: refused, missing, damaged, unreachable, overtaken, full, killed or error."""
+    """Work with the Hub that failed; kind: refused, missing, damaged, unreachable, overtaken, full, killed, unsure or
+    error."""
 
     def __init__(self, kind, text):
         super().__init__(text)
@@ -548,7 +550,7 @@ def download(hub, job):
         each(bring, [(path, *span) for path in left for span in spans_of(files[path].size, True)])
         left = [path for path in left if not is_same(files[path], place / path)]
         if not left:
-            return {"bytes": sum(files[path].size for path in wanted), "files": wanted}
+            return {"bytes": sum(files[path].size for path in wanted)}
     raise HubError("damaged", f"{hub.repo}: {left[0]} has other bytes than its hash says, {TRIES} times over")
 
 
@@ -620,10 +622,25 @@ ACTIONS = {"push": push, "look": look, "download": download, "survey": survey, "
 
 
 def step_aside():
-    """Training comes first: let this process run only where a core has nothing else to do."""
+    """Training comes first: let this process run only where a core has nothing else to do, and not all of that: even so
+    steps on two busy cores get longer by about what it takes. With a core of its own it goes on at full speed."""
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):  # at nice 19 alone a push still made steps 6 % longer on two busy cores
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        waited = waited_s()
+
+        def rest(*_):
+            nonlocal waited
+            time.sleep(min(RESTS * (waited_s() - waited), 1))
+            waited = waited_s()
+        signal.signal(signal.SIGPROF, rest)
+        signal.setitimer(signal.ITIMER_PROF, BURST_S, BURST_S)
+
+
+def waited_s():
+    """Seconds in which this process was ready to run and no core was free. Raises: OSError where none can say."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def serve(action, parent):
@@ -1093,15 +1110,13 @@ def _pull(repo, out_dir, name, commit, run, digest, point, seconds, local, note,
 
 
 def fetch(source, stopped=lambda: False, place=""):
-    """The folder with the weights that `source` names: itself, or for 'hf:owner/name[@revision]' one below `place` (by
-    default the user's cache) with those of the pointed checkpoint, the newest milestone or an export, checked by hash.
+    """The folder with the weights that 'hf:owner/name[@revision]' names: one below `place` (by default the user's
+    cache) with those of the pointed checkpoint, the newest milestone or an export, checked by hash.
 
     Raises: ValueError, HubError.
     """
     import checkpoint
 
-    if not source.startswith("hf:"):
-        return source
     place = place or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "longhaul")
     repo, _, revision = source.removeprefix("hf:").partition("@")
     check_repo(repo)

@@ -447,4 +447,4 @@ def load(folder, device="cpu"):
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{weights_path} does not fit the settings in model.json: {error}") from error
-    return model.eval(), description.get("tokenizer", {})
+    return model.eval(), description["tokenizer"]

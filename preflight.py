@@ -1,7 +1,7 @@
 """Checks before the first step: settings against each other, a resume against what it resumes, and facts of the host.
 
-Pure functions of settings and host facts; no collective, no file is written. What a person can mend is a ValueError
-that says what was asked, what was found and what would do.
+And what is set once per process: signals, threads, kernels. No collective, no file is written. What a person can mend
+is a ValueError that says what was asked, what was found and what would do.
 """
 import collections
 import contextlib

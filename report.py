@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from watch import GAP_S, seconds_of
+
 POINTS, MACHINE_POINTS = 2000, 500  # about so many points a line are drawn
 EVENTS, DETAIL, SAMPLE_BYTES = 3000, 400, 2_000_000  # most events, characters of an event's fields, bytes of samples
 SILENT_S = 600  # a run that should be going on and has written nothing for so long is taken for dead
-GAP_S = 60  # samples of the machine that lie further apart are of two sessions
 # How the page draws metrics.jsonl: title, fields, whether the axis is logarithmic. Any other field gets its own chart.
 CHARTS = [("Learning rate", ["lr", "muon_lr"], False), ("Gradient norm", ["grad_norm"], True),
           ("Tokens per second", ["tokens_per_s"], False), ("MFU", ["mfu"], False), ("Memory (GB)", ["mem_gb"], False),
@@ -375,12 +376,7 @@ def pace_of(run):
 
 
 def seconds_trained(run):
-    """The seconds between the first and the last line of each session, added up: what a machine was paid for."""
-    seen = {}
-    for row in (*run["events"], *run["metrics"]):
-        first, last = seen.get(row["session"], (row["time"], row["time"]))
-        seen[row["session"]] = min(first, row["time"]), max(last, row["time"])
-    return sum(last - first for first, last in seen.values())
+    return seconds_of((*run["events"], *run["metrics"]))
 
 
 def state_of(run):

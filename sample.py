@@ -30,7 +30,6 @@ import collections
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 from pathlib import Path

@@ -9,7 +9,7 @@ whatever number of ranks. `python train.py --help` lists every setting.
 
 Whatever can be a pure function of the step is one: the windows of a step, the learning rate, the dropout seeds. So a
 checkpoint is weights, optimizer state and a few integers, and there is no generator or loader state to lose.
-Order of this file: settings, data, schedule, optimizer, evaluation, checkpoints, reporting, the step, main.
+Order of this file: settings, data, schedule, optimizer, evaluation, checkpoints, the step and what is told of it, main.
 
 Tensor shapes: B windows, T positions, V vocabulary, N matrices of one shape, R rows, C columns.
 """
@@ -24,7 +24,7 @@ STARTED = time.perf_counter()
 out_dir = "out"  # folder of this run: checkpoints, metrics, events, samples
 seed = 1337  # initial weights and dropout
 resume = "auto"  # 'auto' (newest checkpoint, else start), 'never', 'must', or 'step_00000030' (go back to it)
-init_from = ""  # a checkpoint or milestone folder: its weights only, fresh optimizer, step 0; '' = draw weights
+init_from = ""  # a checkpoint or milestone folder, or hf:owner/name: weights only, fresh optimizer, step 0; '' = drawn
 init_sha256 = ""  # sha256 that init_from's model.safetensors must have; '' = any
 eval_only = False  # evaluate the checkpoint on all of val and stop; out_dir is left as it is
 dry_run = False  # do everything up to the first step, print the plan and stop; out_dir is left as it is
@@ -132,7 +132,6 @@ import math
 import os
 import secrets
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -636,7 +635,7 @@ def train_step(model, ranks, opt, count, autocast, lr, muon_lr, micro_batches, d
         if opt.blocks and done * opt.blocks % count == 0:
             close_block(opt.flat, sums, opt.spare, done * opt.blocks // count)
     for parameter, place in places:
-        if parameter.grad is None:  # this rank had no micro-batch
+        if parameter.grad is None:  # dropped before the first micro-batch
             parameter.grad = place.zero_()
     opt.spare.extend(sums)
     if sums:
@@ -708,7 +707,7 @@ def judge(outcome, step, run, report, drawn, max_bad_steps):
     elif outcome.verdict == "bad":
         run.bad_steps, run.bad_windows = run.bad_steps + 1, [*run.bad_windows, [step, window_ids(drawn)]]
         report("skip", at=step, loss=finite(outcome.loss), grad_norm=finite(outcome.grad_norm), in_a_row=run.bad_steps,
-               windows=window_ids(drawn))
+               windows=run.bad_windows[-1][1])
         if run.bad_steps >= max_bad_steps:
             raise Failed(preflight.bad_steps_text(run, step, max_bad_steps), "bad_steps")
     else:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import glob
 import json
-import math
 import netrc
 import os
 import select
@@ -422,7 +421,7 @@ class Machine:
         """A row of machine.jsonl; rates and energy are those since the sample before."""
         now = time.monotonic()
         took_s, self.before = now - (self.before or now), now
-        load = {"load": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+        load = {"load": round(os.getloadavg()[0], 2)}
         numbers, counters = load | answers(HOST, self.psutil), answers(COUNTERS, self.psutil)
         rates = {f"{name}_mb_s": round((value - self.counters[name]) / took_s / 1e6, 3)
                  for name, value in counters.items() if took_s and name in self.counters}
@@ -448,10 +447,10 @@ class Machine:
 
 # -- both, and what it costs
 
-def seconds_of(events):
-    """The seconds between the first and the last event of each session, added up: what machines were paid for."""
+def seconds_of(rows):
+    """The seconds between the first and the last row of each session, added up: what machines were paid for."""
     seen = {}
-    for row in events:
+    for row in rows:
         first, last = seen.get(row["session"], (row["time"], row["time"]))
         seen[row["session"]] = min(first, row["time"]), max(last, row["time"])
     return sum(last - first for first, last in seen.values())

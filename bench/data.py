@@ -34,7 +34,7 @@ if __name__ == "__main__":  # as a script this file would be taken for the packa
     sys.path.append(str(ROOT / "bench"))
 
 from loader import STEP_US, VOCAB, figures, time_loader, write_corpus
-from throughput import busy_s
+from throughput import clocks, foreign_share
 
 WINDOWS = (10**6, 10**8, 10**10)
 BLOCK_SIZE, BATCH_SIZE = 1024, 8
@@ -159,7 +159,7 @@ def main():
     asked, cores = parser.parse_args(), len(os.sched_getaffinity(0))
     import numpy
     import torch  # so that its import is in no time
-    began, busy, own = time.monotonic(), busy_s(), sum(os.times()[:4])
+    before = clocks()
     with tempfile.TemporaryDirectory(dir=asked.dir) as folder, contextlib.redirect_stdout(sys.stderr):
         folder = Path(folder)
         speeds = time_tokenising(asked.tokenizer, asked.mb, asked.rounds, cores, folder)
@@ -172,7 +172,7 @@ def main():
         for _ in range(asked.rounds):
             for windows, place in folders.items():
                 opened[windows].append(time_opening(place))
-    foreign = max(0.0, busy_s() - busy - (sum(os.times()[:4]) - own)) / (time.monotonic() - began) / os.cpu_count()
+    foreign = foreign_share(before, clocks(), os.cpu_count())
     ratios = sorted(row["build"] / row["bare"] for row in speeds)
     tokenise = {name: round(statistics.median(row[name] for row in speeds), 3) for name in ("bare", "build")}
     tokenise |= {"ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in ratios]}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from throughput import BATCH, CONTEXT, ROOT, SHAPES, busy_s, our_command, write_data
+from throughput import BATCH, CONTEXT, ROOT, SHAPES, clocks, foreign_share, our_command, write_data
 
 CHANGES = ("nothing", "loss in chunks", "kept memory", "fused AdamW", "frozen garbage")
 
@@ -75,7 +75,7 @@ def measure(changes, pairs, steps, warm, rows, words):
 
     configurator.configure(vars(train), words)
     train_step, fused = train.train_step, train.adamw_update
-    todo, entered, began, at_warm = [None] * warm + plan(changes, pairs, steps) + [None], [], [], {}
+    todo, entered, began, at_warm = [None] * warm + plan(changes, pairs, steps) + [None], [], [], []
 
     def watched_step(model, *arguments):
         entered.append(time.perf_counter())
@@ -85,14 +85,13 @@ def measure(changes, pairs, steps, warm, rows, words):
                 switch(before[0], True, train, preflight, model, rows, fused)
             switch(*now[:2], train, preflight, model, rows, fused)
         if len(entered) == warm:
-            at_warm.update(busy=busy_s(), own=sum(os.times()[:4]), wall=time.monotonic())
+            at_warm.extend(clocks())
         began.append(time.perf_counter())
         return train_step(model, *arguments)
 
     train.train_step = watched_step
     train.main()
-    own, wall = sum(os.times()[:4]) - at_warm["own"], time.monotonic() - at_warm["wall"]
-    foreign = max(0.0, busy_s() - at_warm["busy"] - own) / wall / os.cpu_count()
+    foreign = foreign_share(at_warm, clocks(), os.cpu_count())
     spans = [after - before for before, after in zip(began, entered[1:])]
     print("\n" + json.dumps({"times": times_of(todo, spans, changes, steps), "foreign": foreign}))
 

@@ -8,9 +8,10 @@ what training itself spends on the Hub), and with one that works; their order al
 steps, the process that pushes is stopped and let go on by turns, each second, and the steps while it runs are compared
 with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows a
 difference of hundredths so. What the process has used of a core over that session, its start included, is counted too:
-the share of step time that pushes cost over a run is that by the seconds from checkpoint to checkpoint. The Hub is the tests' stand-in on this machine, an idle process that keeps its files in
-memory where there is room (/dev/shm): its work belongs to another machine and is not the run's. Last, a session begins
-on an empty disk. Prints a table, then one JSON line.
+the share of step time that pushes cost over a run is that by the seconds from checkpoint to checkpoint. The Hub is the
+tests' stand-in on this machine, an idle process that keeps its files in memory where there is room (/dev/shm): its work
+belongs to another machine and is not the run's. Last, a session begins on an empty disk. Prints a table, then one JSON
+line.
 """
 import argparse
 import contextlib
@@ -229,8 +230,8 @@ def report(rounds, turns, used, pushes, cold_events, seconds):
     print(f"a push of {middle['gb']:.3f} GB: {middle['all_s']:.2f} s ({spread}), of it {parts}; "
           f"{middle['all_s'] / middle['gb']:.1f} s a GB")
     core_s = statistics.median(used)
-    print(f"it uses {core_s:.2f} s of a core ({min(used):.2f} to {max(used):.2f}, n {len(used)}): with a checkpoint each "
-          f"minute {core_s / 60:.2%} of the time")
+    print(f"it uses {core_s:.2f} s of a core ({min(used):.2f} to {max(used):.2f}, n {len(used)}): with a checkpoint "
+          f"each minute {core_s / 60:.2%} of the time")
     [start], [pull] = ([row for row in cold_events if row["event"] == name] for name in ("start", "pull"))
     stages = start["stages"] | {key: value for key, value in pull.items() if key.endswith("_s")}
     print("cold start, seconds: " + ", ".join(f"{key} {value:.2f}" for key, value in stages.items()))

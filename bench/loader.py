@@ -1,4 +1,4 @@
-"""What the loader and the log lines of train.py cost a step, in microseconds and as a share of a step of 50 ms.
+"""What the loader of train.py costs a step, in microseconds and as a share of a step of 50 ms.
 
     python bench/loader.py                                  10,000 steps of each shape on 1 GB of random tokens
     python bench/loader.py --steps 50 --tokens 1000000      a look
@@ -7,11 +7,9 @@ The shapes: one forward of 8 windows of 256 tokens; one of 16 x 1,024; and the w
 32 of these forwards, which takes far longer than 50 ms. A step is timed as `main` does it: windows are drawn and read
 for many steps at once, and those after them asked for; the other steps take what is there. The corpus lies in several
 shards that were just written, so the page cache is warm as far as memory goes.
-A logged step is its row of metrics.jsonl with the look at the free disk, and its live line; an event is timed beside.
 Prints a table, then one JSON line.
 """
 import argparse
-import contextlib
 import functools
 import json
 import math
@@ -82,26 +80,6 @@ def time_loader(train, stream, shape, steps, device, seed=1337, step_s=0.0):
     return found
 
 
-def time_log(train, stream, steps, folder):
-    """{kind of line: its microseconds each time}: a logged step as `main` logs it, and one event."""
-    from checkpoint import Journal
-    run = train.Run(run="bench", session=1, horizon=steps)
-    journal, order = Journal(str(folder), True, run), [(0, len(stream))]
-    outcome = train.Outcome(3.1415926, 0.75, "applied", 1.0, "", 4.5)
-    found = {"a logged step": [], "an event": []}
-    for step in range(1, steps + 1):
-        run.step, began = step, time.perf_counter()
-        row = train.metrics_row(outcome, step, 1, order, 524288, 1024, 4e-8, time.time(), 10, 0.5, 0.001)
-        row |= {"lr": 6e-4, "free_gb": round(train.preflight.free_gb(str(folder)), 3), "muon_lr": None}
-        journal.line("metrics.jsonl", row)
-        train.preflight.say(train.preflight.live_line(row, steps, 3600.0, None))
-        found["a logged step"].append(1e6 * (time.perf_counter() - began))
-        began = time.perf_counter()
-        journal.report("overflow", at=step, loss_scale=outcome.loss_scale)
-        found["an event"].append(1e6 * (time.perf_counter() - began))
-    return found
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
@@ -112,17 +90,14 @@ def main():
     import torch
 
     import train
-    began, busy, own, rows = time.monotonic(), busy_s(), sum(os.times()[:4]), {}
+    before, rows = clocks(), {}
     with tempfile.TemporaryDirectory() as folder:
         shards = write_corpus(Path(folder), asked.tokens)
         for name, shape in SHAPES.items():
             stream = train.data_prepare.Tokens(folder, shards, VOCAB)
             found = time_loader(train, stream, shape, asked.steps, torch.device(asked.device))
             rows |= {f"{name}: {part}": figures(numbers) for part, numbers in found.items()}
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            found = time_log(train, stream, asked.steps, Path(folder))
-        rows |= {part: figures(numbers) for part, numbers in found.items()}
-    foreign = max(0.0, busy_s() - busy - (sum(os.times()[:4]) - own)) / (time.monotonic() - began) / os.cpu_count()
+    foreign = foreign_share(before, clocks(), os.cpu_count())
     print(f"{asked.steps:,} steps of each shape, {asked.tokens:,} tokens in {SHARDS} shards, to {asked.device}; other "
           f"work took {foreign:.0%} of the machine")
     print(f"{'':34}{'mean us':>11}{'median us':>11}{'p99 us':>11}{'max us':>12}{'mean':>10}{'median':>10}{'p99':>9}"

@@ -4,12 +4,12 @@
     python bench/memory.py --steps 400 --warm 100 --interval 20
 
 Trains with rows, evaluations, samples and checkpoints on the way in one process, and looks at its memory every 100
-steps. VmRSS counts pages of the shards that are mapped for a while; RssAnon leaves them out. The slope is that of a
-line through the samples after the first 1,000 steps (least squares). A step lasts from its start to the start of the
-next one, so whatever stands between them is in it; those with a save, evaluation or sample between are counted apart.
-The spread of step times says something only where other work took less than 5 % of the machine. How much of it is the
-machine's own is seen by a bare loop of products beside: before every fourth step, of about the length of a step.
-Prints a table, then one JSON line.
+steps. VmRSS counts pages of mapped files, such as libraries; RssAnon leaves them out. The slope is that of a line
+through the samples after the first 1,000 steps (least squares), and of one through the second half of them. A step
+lasts until the next one begins, so whatever stands between them is in it; those with a save, evaluation or sample
+between are counted apart. The spread of step times says something only where other work took less than 5 % of the
+machine. How much of it is the machine's own is seen by a bare loop of products beside: before every fourth step, of
+about the length of a step. Prints a table, then one JSON line.
 """
 import argparse
 import itertools
@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from loader import percentile
-from throughput import busy_s
+from throughput import clocks, foreign_share
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_FOREIGN = 0.05
@@ -65,7 +65,7 @@ def measure(words, steps, warm, interval):
     configurator.configure(vars(train), words)
     began, entered, samples = np.ones(steps), np.ones(steps), np.ones((steps // interval, 3))
     bare, square, products = np.zeros(steps), torch.ones(SQUARE, SQUARE), [1]
-    at_warm, numbers, train_step = {}, itertools.count(1), train.train_step
+    at_warm, numbers, train_step = [], itertools.count(1), train.train_step
 
     def watched_step(*arguments):
         step = next(numbers)
@@ -79,15 +79,14 @@ def measure(words, steps, warm, interval):
             products[0] = max(1, round(np.median(entered[1:step] - began[:step - 1]) / one))
         began[step - 1] = time.perf_counter()
         if step == warm:
-            at_warm.update(busy=busy_s(), own=sum(os.times()[:4]), wall=time.monotonic())
+            at_warm.extend(clocks())
         if step % interval == 0:
             samples[step // interval - 1] = step, *memory_mb()
         return train_step(*arguments)
 
     train.train_step = watched_step
     train.main()
-    own, wall = sum(os.times()[:4]) - at_warm["own"], time.monotonic() - at_warm["wall"]
-    foreign = max(0.0, busy_s() - at_warm["busy"] - own) / wall / os.cpu_count()
+    foreign = foreign_share(at_warm, clocks(), os.cpu_count())
     print("\n" + json.dumps({"samples": samples.tolist(), "began": began.tolist(), "entered": entered.tolist(),
                              "bare": bare[BARE_EVERY - 1::BARE_EVERY].tolist(), "foreign": foreign}))
 
@@ -125,6 +124,8 @@ def summary(found, warm, pause):
     row = {"steps": len(found["began"]), "samples": len(after), "first_at": int(at[0]), "last_at": int(at[-1])}
     for name, column in (("rss", 1), ("anon", 2)):
         numbers = [sample[column] for sample in after]
+        late = len(after) // 2  # what grows at first is what the first saves and evaluations leave
+        row |= {f"{name}_late_slope_kb_per_1000_steps": 1e6 * slope(at[late:], numbers[late:])}
         row |= {f"{name}_first_mb": numbers[0], f"{name}_last_mb": numbers[-1], f"{name}_least_mb": min(numbers),
                 f"{name}_most_mb": max(numbers), f"{name}_slope_kb_per_1000_steps": 1e6 * slope(at, numbers)}
     row |= {"step_ms": statistics.median(plain), "step_p99_ms": percentile(plain, 99),
@@ -147,7 +148,8 @@ def main():
     for name, label in (("rss", "all in RAM (VmRSS)"), ("anon", "without mapped files (RssAnon)")):
         print(f"{label:31} {row[f'{name}_first_mb']:8.2f} MB at step {row['first_at']:,}, "
               f"{row[f'{name}_last_mb']:8.2f} MB at step {row['last_at']:,} ({row[f'{name}_least_mb']:.2f} to "
-              f"{row[f'{name}_most_mb']:.2f}), slope {row[f'{name}_slope_kb_per_1000_steps']:+.1f} kB per 1,000 steps")
+              f"{row[f'{name}_most_mb']:.2f}), slope {row[f'{name}_slope_kb_per_1000_steps']:+.1f} kB per 1,000 steps, "
+              f"{row[f'{name}_late_slope_kb_per_1000_steps']:+.1f} in the second half")
     print(f"a step {row['step_ms']:.2f} ms, p99 {row['step_p99_ms']:.2f} ms, p99 / median "
           f"{row['step_p99_over_median']:.2f}; a bare loop of products beside it {row['bare_ms']:.2f} ms, "
           f"{row['bare_p99_over_median']:.2f}; other work took {row['foreign']:.1%} of the machine"

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from throughput import busy_s
+from throughput import clocks, foreign_share
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = "import time, torch; torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]); print(time.time())"
@@ -108,17 +108,6 @@ def read_once(folder, hashed):
                 if hashed:
                     digest.update(buffer[:taken])
     return time.perf_counter() - began
-
-
-def foreign_share(before, after, cores):
-    """The share of the machine that others used between two of `clocks`."""
-    wall, busy, own = (later - earlier for earlier, later in zip(before, after))
-    return max(0.0, busy - own) / wall / cores
-
-
-def clocks():
-    """(wall clock, seconds that all cores were busy, seconds of this process and of children it waited for)"""
-    return time.monotonic(), busy_s(), sum(os.times()[:4])
 
 
 def one_round(number, small, huge, model, folder):

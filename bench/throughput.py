@@ -63,6 +63,17 @@ def busy_s():
     return (sum(numbers) - numbers[3] - numbers[4]) / TICK
 
 
+def foreign_share(before, after, cores):
+    """The share of the machine that others used between two of `clocks`."""
+    wall, busy, own = (later - earlier for earlier, later in zip(before, after))
+    return max(0.0, busy - own) / wall / cores
+
+
+def clocks():
+    """(wall clock, seconds that all cores were busy, seconds of this process and of children it waited for)"""
+    return time.monotonic(), busy_s(), sum(os.times()[:4])
+
+
 def used_s(session):
     """Seconds that the processes of a session have used, with those of children they have waited for."""
     total = 0

@@ -215,16 +215,13 @@ class Progress:
     def add(self, size, tokens, position=None):
         """Counts bytes of text and tokens; position is how many of total_bytes are behind, where these are others."""
         with self.one:  # verify counts from several threads
-            self.count(size, tokens, position)
-
-    def count(self, size, tokens, position):
-        self.done, self.tokens = self.done + size, self.tokens + tokens
-        self.position = self.begun_at + self.done if position is None else position
-        now = time.monotonic()
-        if self.shown and now - self.printed >= (0.2 if self.terminal else 30):
-            self.printed = now
-            line = self.line(now - self.started)
-            print(f"\r{line}\033[K" if self.terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
+            self.done, self.tokens = self.done + size, self.tokens + tokens
+            self.position = self.begun_at + self.done if position is None else position
+            now = time.monotonic()
+            if self.shown and now - self.printed >= (0.2 if self.terminal else 30):
+                self.printed = now
+                line = self.line(now - self.started)
+                print(f"\r{line}\033[K" if self.terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
 
     def line(self, seconds):
         rates = (f"{self.done / 1e6:,.0f} MB of text, {self.done / 1e6 / seconds:,.1f} MB/s, "
@@ -363,8 +360,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         return manifest
     with under_way(out_dir, plan) as (folder, journal):
         sources = pinned(folder, journal, sources)
-        files = [file for source in sources for file in source.files]
-        names = [file.name for file in files if file.name.startswith("hf:")]
+        names = [file.name for source in sources for file in source.files if file.name.startswith("hf:")]
         fetch = Ahead(names, "" if keep_raw else folder / "raw")
         how = how._replace(fetch=functools.partial(on_this_disk, fetch=fetch))
         if tokenizer.file:
@@ -376,7 +372,7 @@ def build_data(out_dir, sources, tokenizer, how=reading.Reading(), options=Optio
         shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
         limit = better_limit(journal, shards, options)
         if limit != journal["limit"]:  # a corpus so small that a side was empty
-            check_repeatable(files)
+            check_repeatable(sources)
             clear(folder)
             journal = new_journal(plan, sources, limit)
             shards = encode_into(folder, journal, sources, tokenizer, how, workers, progress)
@@ -543,8 +539,8 @@ def better_limit(journal, shards, options):
     return journal["highest"] if not shards["train"] else journal["limit"]
 
 
-def check_repeatable(files):
-    if any(file.name == "-" for file in files):
+def check_repeatable(sources):
+    if is_stdin(sources):
         raise ValueError("of so few documents none is for validation, or all are, and standard input cannot be read "
                          "twice; give another --val-ratio (0: no validation), or a file")
 

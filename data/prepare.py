@@ -51,7 +51,7 @@ if __name__ == "__main__":  # as a script Python looks for modules beside it, no
 from data.building import Options, Progress, build_data, locked, report, sample_texts
 from data.download import downloaded, hub_source, places_of, tokenizer_on_the_hub
 from data.shards import (ID, LEAST_SHARE, LLMC_HEADER, all_shards, fingerprint, fsync_folder, load_manifest,
-                         manifest_problems, placeless, read_manifest, shard_problems, shard_row, stamp,
+                         manifest_problems, placeless, put, read_manifest, shard_problems, shard_row, stamp,
                          write_file, write_json, write_manifest)
 from data.shards import (ShardHasher, StepQueue, Tokens, by_share, check_fingerprint,  # the trainer asks here
                          first_segments, grown, growth, losses_by_source, mixed_order, val_sources)
@@ -241,14 +241,6 @@ def repair(data_dir, rows, given):
                     problems.append(f"{row['file']}: {place} has sha256 {sha256}, in the manifest {row['sha256']}")
         shutil.rmtree(aside, ignore_errors=True)
     return problems
-
-
-def put(path, place):
-    """Moves a file to its place at one instant; what the place was a link to stays as it is."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(path, place)
-    fsync_folder(place.parent)
 
 
 def header_of(path):

@@ -446,9 +446,8 @@ class ShardHasher:
             self.thread.start()
 
     def work(self):
-        if hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):  # a courtesy to training; some hosts forbid it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with contextlib.suppress(OSError):  # a courtesy to training; some hosts forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self.damage and not self.stopped.wait(0 if self.waiting else 0.2):
             if self.waiting:
                 self.check(self.waiting.popleft())
@@ -483,15 +482,19 @@ def fsync_folder(folder):
         os.close(descriptor)
 
 
+def put(path, place):
+    """Moves a file to its place at one instant; what the place was a link to stays as it is."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(path, place)
+    fsync_folder(place.parent)
+
+
 def write_file(path, content):
     """Writes or replaces a file at one instant."""
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    temporary.write_bytes(content)
+    put(temporary, path)
 
 
 def write_json(path, value):

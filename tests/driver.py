@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 import checkpoint
 import configurator
 import train
-from checkpoint import step_of
 from data import prepare
 
 ROOT = Path(__file__).resolve().parent.parent

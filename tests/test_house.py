@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "data/shards.py": {"data/vocabulary.py"},
     "hub.py": {"configurator.py", "checkpoint.py"},
     "plan.py": {"configurator.py", "checkpoint.py", "preflight.py"},
-    "report.py": {"configurator.py", "checkpoint.py", "preflight.py"},
+    "report.py": {"configurator.py", "checkpoint.py", "preflight.py", "watch.py"},
 }
 VOCABULARY = {"data/stdlib": 257, "data/fineweb_edu": 50257}  # where a config leaves it to the manifest
 

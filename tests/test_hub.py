@@ -540,6 +540,28 @@ def test_a_push_runs_only_where_a_core_is_idle_and_a_cold_start_as_usual(server,
             lambda: class_of(child.pid) == (os.SCHED_IDLE, 19)))
 
 
+@pytest.mark.parametrize("each_s, rest_s", [(0.04, 0.08), (0.0, 0.0), (9.0, 1.0)])
+def test_a_push_rests_twice_as_long_as_it_waited_for_a_core(each_s, rest_s):
+    code = f"""if True:
+        import hub, signal, time
+        asked, slept = [], []
+        hub.waited_s = lambda: asked.append(0) or {each_s} * len(asked)
+        time.sleep = lambda seconds: slept.append(round(seconds, 6))
+        hub.step_aside()
+        deadline = time.monotonic() + 30
+        while len(slept) < 3 and time.monotonic() < deadline:
+            pass
+        signal.setitimer(signal.ITIMER_PROF, 0)  # an interpreter that ends has no handlers
+        assert set(slept) == {{{rest_s}}} and len(slept) >= 3, slept"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT_S)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this system does not say how long it waited")
+def test_the_wait_for_a_core_is_seconds():
+    began, before = time.monotonic(), hub.waited_s()
+    assert 0 <= hub.waited_s() - before <= time.monotonic() - began
+
+
 def test_the_trainer_never_loads_the_client_nor_a_child_torch(server, tmp_path):
     code = ("import sys, hub; hub.work('look', {'repo': 'me/run', 'private': True}); "
             "assert not {'huggingface_hub', 'torch'} & sys.modules.keys()")
