@@ -300,8 +300,8 @@ def emit(**said):
     """Tell the parent one thing."""
     said = {key: masked(value) if isinstance(value, str) else round(value, 3) if isinstance(value, float) else value
             for key, value in said.items()}
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
+    sys.__stdout__.write(json.dumps(said) + "\n")
+    sys.__stdout__.flush()
 
 
 def folders_of(files, kind="checkpoints"):
@@ -632,10 +632,12 @@ def step_aside():
 
         def rest(*_):
             nonlocal waited
-            time.sleep(min(RESTS * (waited_s() - waited), 1))
-            waited = waited_s()
+            with contextlib.suppress(OSError):  # an error here would be one of whatever the push is at
+                time.sleep(min(RESTS * (waited_s() - waited), 1))
+                waited = waited_s()
+            signal.setitimer(signal.ITIMER_PROF, BURST_S)  # only now: a rest is not interrupted by the next one
         signal.signal(signal.SIGPROF, rest)
-        signal.setitimer(signal.ITIMER_PROF, BURST_S, BURST_S)
+        signal.setitimer(signal.ITIMER_PROF, BURST_S)
 
 
 def waited_s():
@@ -649,8 +651,11 @@ def serve(action, parent):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
     if os.getppid() != int(parent):
         return 1
+    from huggingface_hub import close_session
+
     if action == "push":
         step_aside()
+    sys.stdout = sys.stderr  # what a library prints must not break a line to the parent
     for line in sys.stdin:
         job = json.loads(line)
         try:
@@ -659,6 +664,7 @@ def serve(action, parent):
         except Exception as error:  # each failure reaches the parent as one line
             text = text_of(error)
             emit(result="error", kind=kind_of(error), text=f"{job['repo']}: " * (job["repo"] not in text) + text)
+        close_session()  # no connection is kept from push to push
     return 0
 
 
@@ -671,17 +677,17 @@ def start_child(action):
     child = subprocess.Popen(
         [sys.executable, __file__, "work", action, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=errors, env=defaults | os.environ | {"CUDA_VISIBLE_DEVICES": ""}, process_group=0)
-    child.errors = errors
+    child.errors, child.said_before = errors, 0
     return child
 
 
 def end_child(child):
-    """Kill a process and wait for it; returns the last that it wrote as errors, on one line."""
+    """Kill a process and wait for it; returns the last errors that it wrote since its job began, on one line."""
     child.kill()
     with contextlib.suppress(OSError), child:  # a job that it did not read
         pass
     with child.errors as errors:
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - 1000))
+        errors.seek(max(child.said_before, errors.seek(0, os.SEEK_END) - 1000))
         return masked(" ".join(errors.read().decode("utf-8", "replace").split()))
 
 
@@ -695,7 +701,10 @@ def work(action, job, deadline_s=GRACE_S, tell=lambda **said: None, started=lamb
     """
     result, over, ended_for = {}, threading.Event(), []
     deadline = time.monotonic() + deadline_s
-    child = kept.pop() if kept and kept[-1].poll() is None else start_child(action)
+    while kept and kept[-1].poll() is not None:
+        end_child(kept.pop())
+    child = kept.pop() if kept else start_child(action)
+    child.said_before = os.fstat(child.errors.fileno()).st_size
 
     def watch():
         while not over.wait(0.2):

@@ -6,11 +6,12 @@
 train.py trains; before a step one change is undone or made again, all others stay. A pair is one step that settles and
 then the ones that count, without the change, and the same with it, in one order and the other by turns; its ratio is
 the step time without over that with, so above 1 the change pays. A step lasts until the next one begins. "nothing"
-undoes nothing: what it shows is the noise of this machine. Prints a table, then one JSON line.
+undoes nothing: what it shows is the noise of this machine. Of kept memory it is what mallopt says of large buffers and
+of the top of the heap; the one pool for all threads stays (--rows 0: with all logits at once, which need it more).
+Garbage collections are too rare to be seen so. Prints a table, then one JSON line.
 """
 import argparse
 import ctypes
-import gc
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ import torch
 
 from throughput import BATCH, CONTEXT, ROOT, SHAPES, clocks, foreign_share, our_command, write_data
 
-CHANGES = ("nothing", "loss in chunks", "kept memory", "fused AdamW", "frozen garbage")
+CHANGES = ("nothing", "loss in chunks", "kept memory", "fused AdamW")
 
 
 # ---- in the process that trains
@@ -56,8 +57,6 @@ def switch(change, on, train, preflight, model, rows, fused):
             ctypes.CDLL(None).mallopt(-1, 64 << 20)
     elif change == "fused AdamW":
         train.adamw_update = fused if on else unfused_update
-    elif change == "frozen garbage":
-        (gc.freeze if on else gc.unfreeze)()
 
 
 def plan(changes, pairs, steps):
@@ -123,7 +122,7 @@ def session(name, asked, folder):
 def summary(times):
     """Of the pairs of one change: median ratio, its quartiles and how many."""
     ratios = sorted(without / made for without, made in times)
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {"median": round(middle, 4), "low": round(low, 4), "high": round(high, 4), "pairs": len(ratios)}
 
 

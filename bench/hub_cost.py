@@ -7,11 +7,10 @@ Each round trains the same 60 steps without a Hub, with one that takes connectio
 what training itself spends on the Hub), and with one that works; their order alternates. In a fourth session, of short
 steps, the process that pushes is stopped and let go on by turns, each second, and the steps while it runs are compared
 with those just before or after, while it stands: a machine whose speed drifts by tenths within a minute shows a
-difference of hundredths so. What the process has used of a core over that session, its start included, is counted too:
-the share of step time that pushes cost over a run is that by the seconds from checkpoint to checkpoint. The Hub is the
-tests' stand-in on this machine, an idle process that keeps its files in memory where there is room (/dev/shm): its work
-belongs to another machine and is not the run's. Last, a session begins on an empty disk. Prints a table, then one JSON
-line.
+difference of hundredths so; what a push costs a run is that difference times the seconds it lasts. What the process
+has used of a core over that session, its start included, is counted too. The Hub is the tests' stand-in on this
+machine, an idle process that keeps its files in memory where there is room (/dev/shm): its work belongs to another
+machine and is not the run's. Last, a session begins on an empty disk. Prints a table, then one JSON line.
 """
 import argparse
 import contextlib
@@ -229,9 +228,9 @@ def report(rounds, turns, used, pushes, cold_events, seconds):
     parts = ", ".join(f"{key} {middle[key]:.2f}" for key in ("push_s", "verify_s", "pointer_s"))
     print(f"a push of {middle['gb']:.3f} GB: {middle['all_s']:.2f} s ({spread}), of it {parts}; "
           f"{middle['all_s'] / middle['gb']:.1f} s a GB")
-    core_s = statistics.median(used)
-    print(f"it uses {core_s:.2f} s of a core ({min(used):.2f} to {max(used):.2f}, n {len(used)}): with a checkpoint "
-          f"each minute {core_s / 60:.2%} of the time")
+    core_s, cost_s = statistics.median(used), (middle_pair - 1) * middle["all_s"]
+    print(f"it costs training {cost_s:.2f} s by the pairs of turns, and uses {core_s:.2f} s of a core "
+          f"({min(used):.2f} to {max(used):.2f}, n {len(used)})")
     [start], [pull] = ([row for row in cold_events if row["event"] == name] for name in ("start", "pull"))
     stages = start["stages"] | {key: value for key, value in pull.items() if key.endswith("_s")}
     print("cold start, seconds: " + ", ".join(f"{key} {value:.2f}" for key, value in stages.items()))

@@ -64,7 +64,7 @@ def measure(words, steps, warm, interval):
 
     configurator.configure(vars(train), words)
     began, entered, samples = np.ones(steps), np.ones(steps), np.ones((steps // interval, 3))
-    bare, square, products = np.zeros(steps), torch.ones(SQUARE, SQUARE), [1]
+    bare, square, products = np.ones(steps), torch.ones(SQUARE, SQUARE), [1]
     at_warm, numbers, train_step = [], itertools.count(1), train.train_step
 
     def watched_step(*arguments):

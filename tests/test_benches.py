@@ -1,7 +1,6 @@
 """The benches of start-up, loader, memory and logging: their arithmetic on known numbers, and a small run of each."""
 
 import concurrent.futures
-import gc
 import importlib.util
 import json
 import subprocess
@@ -211,7 +210,7 @@ def test_a_step_counts_for_what_was_switched_before_it():
         ("a", False), ("a", True), ("b", False), ("b", True), ("a", True), ("a", False), ("b", True), ("b", False)]
     assert gains.times_of(todo, spans, ("a", "b"), 1) == {
         "a": [[101.0, 103.0], [111.0, 109.0]], "b": [[105.0, 107.0], [115.0, 113.0]]}
-    assert gains.summary([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]]) == {"median": 3.0, "low": 2.0, "high": 4.0, "pairs": 3}
+    assert gains.summary([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]]) == {"median": 3.0, "low": 2.5, "high": 3.5, "pairs": 3}
 
 
 def test_a_change_is_undone_and_made_again():
@@ -222,9 +221,8 @@ def test_a_change_is_undone_and_made_again():
     for on in (False, True):
         for change in gains.CHANGES:
             gains.switch(change, on, steps, host, model, 512, "fused")
-        seen[on] = steps.adamw_update, model.loss_chunk_tokens, gc.get_freeze_count() > 0
-    gc.unfreeze()
-    assert seen == {False: (gains.unfused_update, 0, False), True: ("fused", 512, True)} and memory == [False, True]
+        seen[on] = steps.adamw_update, model.loss_chunk_tokens
+    assert seen == {False: (gains.unfused_update, 0), True: ("fused", 512)} and memory == [False, True]
 
 
 # -- tokens to a loss

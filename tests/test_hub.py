@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -492,7 +493,36 @@ def test_a_child_that_died_while_it_waited_costs_the_next_push_nothing(server, t
         os.kill(session.pusher.child.pid, signal.SIGKILL)
         wait_for(lambda: session.pusher.child.poll() is not None)
         assert session.push(save(tmp_path / "run", 8, lineage=(A,)))
+        assert session.pusher.kept == [session.pusher.child]
     assert not session.failures()
+
+
+def answering(code):
+    """A process in the place of a child: it reads one job after the other and does what the code says with each."""
+    child = subprocess.Popen([sys.executable, "-uc", f"import sys\nfor job in sys.stdin: {code}"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(errors := tempfile.TemporaryFile()))
+    child.errors, child.said_before = errors, 0
+    return child
+
+
+def test_why_a_child_ended_is_told_by_what_it_wrote_in_this_job():
+    first = "print('{\"result\": \"ok\"}'); print('a warning', file=sys.stderr)"
+    kept = [answering(f"exec({first!r} if 'one' in job else 'raise SystemExit(job)')")]
+    assert hub.work("push", {"repo": REPO, "place": "one"}, kept=kept) == {} and len(kept) == 1
+    with pytest.raises(hub.HubError, match="ended by 1: .*\"two\"") as raised:
+        hub.work("push", {"repo": REPO, "place": "two"}, kept=kept)
+    assert "a warning" not in str(raised.value) and not kept
+
+
+def test_what_a_library_prints_breaks_no_line_of_a_child(server, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import json\n"
+        "loads = json.loads\n"
+        "json.loads = lambda *words, **more: print('no newline', end='', flush=True) or loads(*words, **more)\n")
+    done = subprocess.run([sys.executable, "hub.py", "work", "look", str(os.getpid())], cwd=ROOT, check=True,
+                          input=json.dumps(hub.NET | {"repo": REPO, "private": True}) + "\n", capture_output=True,
+                          text=True, timeout=LIMIT_S, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert json.loads(done.stdout)["result"] == "ok" and "no newline" in done.stderr
 
 
 def test_a_child_is_ended_at_its_deadline(server):
@@ -544,9 +574,16 @@ def test_a_push_runs_only_where_a_core_is_idle_and_a_cold_start_as_usual(server,
 def test_a_push_rests_twice_as_long_as_it_waited_for_a_core(each_s, rest_s):
     code = f"""if True:
         import hub, signal, time
-        asked, slept = [], []
+        asked, slept, inside = [], [], []
+
+        def sleep(seconds):
+            assert not inside, "a rest within a rest"
+            inside.append(slept.append(round(seconds, 6)))
+            for _ in range(50):  # as the other threads go on meanwhile
+                hub.digest_of("hub.py", hub.hashlib.sha256())
+            inside.clear()
         hub.waited_s = lambda: asked.append(0) or {each_s} * len(asked)
-        time.sleep = lambda seconds: slept.append(round(seconds, 6))
+        time.sleep = sleep
         hub.step_aside()
         deadline = time.monotonic() + 30
         while len(slept) < 3 and time.monotonic() < deadline:
