@@ -51,7 +51,7 @@ SLOWEST = 1e6  # bytes a second below which a child is taken to hang
 GRACE_S = 600  # of a child beside its bytes
 RETRY_S = 300.0  # the longest pause between attempts of a push
 AFTER_SIGNAL_S = 18.0  # after a signal: when a push is given up
-BURST_S, RESTS = 0.005, 4  # of work, after which the process that pushes rests 4 times as long as it waited for a core
+BURST_S, RESTS = 0.005, 2  # of work, after which the process that pushes rests twice as long as it waited for a core
 FIRST_GUESS = 20e6  # bytes a second that a push is taken to send before one has been seen
 ADVICE = {
     "refused": "; the token, of HF_TOKEN or of the client's login, must be one that may write there",
@@ -621,9 +621,6 @@ def prune_now(hub, job):
 ACTIONS = {"push": push, "look": look, "download": download, "survey": survey, "prune": prune_now}
 
 
-stood = {"seconds": 0.0}  # of this child in one job: it waited for a core, or rested for training's sake
-
-
 def step_aside():
     """Training comes first: let this process run only where a core has nothing else to do, and not all of that: even so
     steps on two busy cores get longer by about what it takes. With a core of its own it goes on at full speed."""
@@ -636,9 +633,7 @@ def step_aside():
         def rest(*_):
             nonlocal waited
             with contextlib.suppress(OSError):  # an error here would be one of whatever the push is at
-                stands_s = waited_s() - waited
-                time.sleep(rest_s := min(RESTS * stands_s, 1))
-                stood["seconds"] += stands_s + rest_s
+                time.sleep(min(RESTS * max(waited_s() - waited, 0), 1))
                 waited = waited_s()
             signal.setitimer(signal.ITIMER_PROF, BURST_S)  # only now: a rest is not interrupted by the next one
         signal.signal(signal.SIGPROF, rest)
@@ -646,7 +641,7 @@ def step_aside():
 
 
 def waited_s():
-    """Seconds in which this process was ready to run and no core was free. Raises: OSError where none can say."""
+    """Seconds in which the main thread was ready to run and no core was free. Raises: OSError where none can say."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -656,20 +651,21 @@ def serve(action, parent):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
     if os.getppid() != int(parent):
         return 1
-    from huggingface_hub import close_session
-
     if action == "push":
         step_aside()
+    from huggingface_hub import close_session
+
     sys.stdout = sys.stderr  # what a library prints must not break a line to the parent
     for line in sys.stdin:
-        job, stood["seconds"] = json.loads(line), 0.0
+        job = json.loads(line)
         try:
             hub = Hub(job["repo"], job["timeout_s"], job["pause_s"], job.get("token"))
-            emit(result="ok", **ACTIONS[action](hub, job), stood_s=stood["seconds"])
+            emit(result="ok", **ACTIONS[action](hub, job))
         except Exception as error:  # each failure reaches the parent as one line
             text = text_of(error)
             emit(result="error", kind=kind_of(error), text=f"{job['repo']}: " * (job["repo"] not in text) + text)
         close_session()  # no connection is kept from push to push
+    signal.setitimer(signal.ITIMER_PROF, 0)  # an interpreter that ends has no handlers
     return 0
 
 
@@ -795,8 +791,7 @@ class Pusher:
     def __init__(self, repo, out_dir, run, private, verify, keep, max_gb, prune_local, report, say, over=None,
                  safe_step=-1, patience_s=600.0, interrupt=None):
         self.out_dir, self.run, self.prune_local, self.report, self.say = Path(out_dir), run, prune_local, report, say
-        self.patience_s, self.until = patience_s, None
-        self.seconds = 0.0  # that the last push took, but for those in which it stood back for steps
+        self.patience_s, self.until, self.seconds = patience_s, None, 0.0  # seconds: that the last push took
         self.signal_at = lambda: interrupt.at if interrupt else math.inf
         self.job = {"repo": repo, "private": private, "verify": verify, "keep": keep, "max_gb": max_gb, "over": over}
         self.turn = threading.Condition()
@@ -912,17 +907,16 @@ class Pusher:
             began = time.monotonic()
             job = self.job | {"place": str(place), "may_squash": self.may_squash}
             try:
-                done = work("push", job, GRACE_S + 2 * size / SLOWEST, lambda **said: self._tell(step, **said),
-                            self._hold, kept=self.kept)
+                work("push", job, GRACE_S + 2 * size / SLOWEST, lambda **said: self._tell(step, **said), self._hold,
+                     kept=self.kept)
             except OSError as error:  # a HubError, or no child could be started
                 attempt += 1
                 if self.closed or not self._goes_on(step, error, attempt):
                     return
                 continue
             self.pushed |= milestones
-            took_s = time.monotonic() - began
-            self.safe_step, self.may_squash, self.seconds = step, True, max(took_s - done["stood_s"], 0.1)
-            self.say(f"hub    step {step:,} is safe on {job['repo']}: {size / 1e9:.3f} GB in {took_s:.1f} s")
+            self.safe_step, self.may_squash, self.seconds = step, True, time.monotonic() - began
+            self.say(f"hub    step {step:,} is safe on {job['repo']}: {size / 1e9:.3f} GB in {self.seconds:.1f} s")
             return
 
     def _goes_on(self, step, error, attempt):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from throughput import busy_s
+from throughput import clocks, foreign_share
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB, SHARDS = 50257, 4

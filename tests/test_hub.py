@@ -476,17 +476,6 @@ def test_one_child_does_push_after_push_and_ends_with_the_session(server, tmp_pa
     assert len(set(children)) == 1 and not is_there(children[0]) and not session.failures()
 
 
-def test_the_end_of_a_session_keeps_no_time_for_rests(server, tmp_path, monkeypatch):
-    work = hub.work
-    monkeypatch.setattr(hub, "work", lambda *words, **more: work(*words, **more) | {"stood_s": 1e3})
-    with Session(tmp_path / "run") as session:
-        assert session.push(save(tmp_path / "run", 4, lineage=(A,))) and session.pusher.exit_s(1) == 0.2
-    monkeypatch.setattr(hub, "work", lambda *words, **more: work(*words, **more) | {"stood_s": 0.0})
-    with Session(tmp_path / "run") as session:
-        assert session.push(save(tmp_path / "run", 8, lineage=(A,)))
-        assert 0.2 < session.pusher.exit_s(1) == 2 * session.pusher.seconds < LIMIT_S
-
-
 def test_after_a_failure_another_child_pushes(server, tmp_path):
     with Session(tmp_path / "run") as session:
         assert session.push(save(tmp_path / "run", 4, lineage=(A,)))
@@ -581,8 +570,8 @@ def test_a_push_runs_only_where_a_core_is_idle_and_a_cold_start_as_usual(server,
             lambda: class_of(child.pid) == (os.SCHED_IDLE, 19)))
 
 
-@pytest.mark.parametrize("each_s, rest_s", [(0.04, 0.16), (0.0, 0.0), (9.0, 1.0)])
-def test_a_push_rests_longer_than_it_waited_for_a_core(each_s, rest_s):
+@pytest.mark.parametrize("each_s, rest_s", [(0.04, 0.08), (0.0, 0.0), (9.0, 1.0)])
+def test_a_push_rests_twice_as_long_as_it_waited_for_a_core(each_s, rest_s):
     code = f"""if True:
         import hub, signal, time
         asked, slept, inside = [], [], []
@@ -600,8 +589,7 @@ def test_a_push_rests_longer_than_it_waited_for_a_core(each_s, rest_s):
         while len(slept) < 3 and time.monotonic() < deadline:
             pass
         signal.setitimer(signal.ITIMER_PROF, 0)  # an interpreter that ends has no handlers
-        assert set(slept) == {{{rest_s}}} and len(slept) >= 3, slept
-        assert round(hub.stood["seconds"], 6) == round(len(slept) * ({each_s} + {rest_s}), 6)"""
+        assert set(slept) == {{{rest_s}}} and len(slept) >= 3, slept"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT_S)
 
 
