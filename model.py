@@ -43,7 +43,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: str = "learned"      # 'learned', 'rope'
     rope_theta: float = 10000.0
-    mlp: str = "gelu"              # 'gelu', 'swiglu'
+    mlp: str = "gelu"              # 'gelu' (by tanh, GPT-2's), 'gelu_erf' (exact, nanoGPT's), 'swiglu'
     mlp_ratio: float = 4.0
     mlp_hidden: int = 0            # 0 = mlp_ratio * n_embd rounded to a multiple of 64
     bias: bool = True              # in linear layers and LayerNorm
@@ -79,7 +79,7 @@ class GPTConfig:
         problems = [f"{name} {getattr(self, name)} must be {text}" for names, fits, text in limits
                     for name in names.split() if not fits(getattr(self, name))]
         for name, choices in (("norm", ("layernorm", "rmsnorm")), ("position", ("learned", "rope")),
-                              ("mlp", ("gelu", "swiglu"))):
+                              ("mlp", ("gelu", "gelu_erf", "swiglu"))):
             if getattr(self, name) not in choices:
                 problems.append(f"{name} {getattr(self, name)!r} is not one of {choices}")
         if self.n_head < 1:
@@ -181,7 +181,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.approximate = config.dropout, "none" if config.mlp == "gelu_erf" else "tanh"
         self.c_fc = Linear(config.n_embd, config.mlp_hidden, bias=config.bias)
         self.c_gate = None
         if config.mlp == "swiglu":
@@ -190,7 +190,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTC):
         if self.c_gate is None:
-            hidden = F.gelu(self.c_fc(x_BTC), approximate="tanh")
+            hidden = F.gelu(self.c_fc(x_BTC), approximate=self.approximate)
         else:
             hidden = F.silu(self.c_gate(x_BTC)) * self.c_fc(x_BTC)
         return F.dropout(self.c_proj(hidden), self.dropout, self.training)

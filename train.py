@@ -45,7 +45,7 @@ norm = "layernorm"  # 'layernorm' or 'rmsnorm'
 norm_eps = 1e-5  # added to the variance
 position = "learned"  # 'learned' (a table) or 'rope'
 rope_theta = 10000.0  # base of the rotary angles
-mlp = "gelu"  # 'gelu' or 'swiglu'
+mlp = "gelu"  # 'gelu' (by tanh, GPT-2's), 'gelu_erf' (exact, nanoGPT's) or 'swiglu'
 mlp_ratio = 4.0  # hidden width of the MLP / n_embd
 mlp_hidden = 0  # hidden width of the MLP; 0 = mlp_ratio * n_embd, to a multiple of 64
 bias = True  # biases in linear layers and layer norms

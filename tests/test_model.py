@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from model import (GPT, ChunkedLoss, GPTConfig, expected_first_loss, flops_per_token, generate, load, parameter_counts,
-                   rope_table, rotate)
+from model import (GPT, MLP, ChunkedLoss, GPTConfig, expected_first_loss, flops_per_token, generate, load,
+                   parameter_counts, rope_table, rotate)
 
 GPT2 = dict(vocab_size=101, block_size=32, n_layer=3, n_head=4, n_embd=32)
 MODERN = dict(GPT2, n_kv_head=2, norm="rmsnorm", position="rope", mlp="swiglu", bias=False)
@@ -51,14 +51,15 @@ def assert_close(found, wanted, relative):
 # -- architecture
 
 
-def test_default_settings_are_gpt2_as_in_transformers():
+@pytest.mark.parametrize("changed, activation", [({}, "gelu_new"), ({"mlp": "gelu_erf"}, "gelu")])
+def test_default_settings_are_gpt2_as_in_transformers_and_gelu_erf_its_exact_gelu(changed, activation):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=101, n_positions=32, n_embd=32, n_layer=3, n_head=4)).eval()
+        vocab_size=101, n_positions=32, n_embd=32, n_layer=3, n_head=4, activation_function=activation)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
-    ours = GPT(GPTConfig(**GPT2)).eval()
+    ours = GPT(GPTConfig(**GPT2 | changed)).eval()
     state = {}
     for name, tensor in theirs.transformer.state_dict().items():
         if name.endswith((".attn.bias", ".attn.masked_bias")):  # buffers of the causal mask, not biases
@@ -73,6 +74,21 @@ def test_default_settings_are_gpt2_as_in_transformers():
     assert found.shape == (2, 32, 101) and found.dtype == torch.float32
     assert wanted.abs().max() > 1  # the comparison is not between zeros
     assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_the_two_gelus_are_the_one_by_tanh_and_the_exact_one():
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    wanted = {"gelu": x * (1 + cubic.tanh()) / 2, "gelu_erf": x * (1 + (x / math.sqrt(2)).erf()) / 2}
+    assert (wanted["gelu"] - wanted["gelu_erf"]).abs().max() > 1e-4  # they can be told apart
+    for kind, values in wanted.items():
+        mlp = MLP(GPTConfig(**GPT2 | {"mlp": kind, "n_embd": 4, "mlp_hidden": 4}))
+        with torch.no_grad():
+            for layer in (mlp.c_fc, mlp.c_proj):
+                layer.weight.copy_(torch.eye(4))
+                layer.bias.zero_()
+            found = mlp(x.float()[:, None].expand(-1, 4))
+        assert (found - values[:, None]).abs().max() < 1e-6
 
 
 def test_modern_settings_are_llama_as_in_transformers():
