@@ -40,7 +40,7 @@ TRAINER = {"run": str, "lineage": list, "step": int, "windows": int, "tokens": i
 BATCH = {"batch_tokens": int, "block_size": int}
 POINTER = {"format": int, "run": str, "step": int, "tokens": int, "windows": int, "checkpoint": str,
            "manifest_sha256": str, "commit": str, "nonce": str}
-LOG_EVERY_S = 1.0  # rows and live lines of shorter steps are written together
+LOG_EVERY_S = 0.2  # rows and live lines of shorter steps are written together; longer ones are told as they end
 SAVES_THAT_MAY_FAIL = 1  # in a row; one more ends the run
 
 
@@ -713,9 +713,9 @@ class Journal:
                 self.early.append(row)
 
     def log(self, *logged):
-        """Have row_of(*numbers) written to metrics.jsonl and line_of(row, *numbers) said, at once or within a second:
-        after a step the caches are cold, and twenty rows cost little more than one. logged: row_of, line_of, say and
-        the numbers."""
+        """Have row_of(*numbers) written to metrics.jsonl and line_of(row, *numbers) said, at once or, where steps are
+        short, some together: after a step the caches are cold, and four rows cost little more than one. logged: row_of,
+        line_of, say and the numbers."""
         if self.writes:
             self.unwritten.append(logged)
             if time.monotonic() > self.settled + LOG_EVERY_S:
