@@ -1,10 +1,12 @@
 """Whether host memory stays flat over 10,000 steps, and how far the slowest steps lie from the median.
 
     python bench/memory.py                  10,000 steps of a tiny model, about 2 minutes
-    python bench/memory.py --steps 400 --warm 100 --interval 20
+    python bench/memory.py --steps 400 --warm 100 --interval 20 -- --n_embd=64    words for train.py come last
 
 Trains with rows, evaluations, samples and checkpoints on the way in one process, and looks at its memory every 100
-steps. VmRSS counts pages of mapped files, such as libraries; RssAnon leaves them out. The slope is that of a line
+steps. VmRSS counts pages of mapped files, such as libraries; RssAnon leaves them out. What malloc has given out and not
+got back (mallinfo2, glibc 2.33) leaves out the gaps between too, touched or not: a leak of tensors shows there first.
+Python's own small objects are not in it, but in the other two. The slope is that of a line
 through the samples after the first 1,000 steps (least squares), and of one through the second half of them. A step
 lasts until the next one begins, so whatever stands between them is in it; those with a save, evaluation or sample
 between are counted apart. The spread of step times says something only where other work took less than 5 % of the
@@ -12,6 +14,7 @@ machine. How much of it is the machine's own is seen by a bare loop of products 
 about the length of a step. Prints a table, then one JSON line.
 """
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -32,6 +35,7 @@ from throughput import clocks, foreign_share
 ROOT = Path(__file__).resolve().parent.parent
 MOST_FOREIGN = 0.05
 SQUARE, BARE_EVERY = 192, 4  # the products of the bare loop, and the steps from one loop to the next
+KINDS = {"rss": "all in RAM (VmRSS)", "anon": "without mapped files (RssAnon)", "given": "given out by malloc"}
 TOKENS = 8_000_000
 WORDS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--batch_tokens=256",
          "--schedule=constant", "--warmup_steps=0", "--learning_rate=1e-3", "--dropout=0.1", "--log_interval=100",
@@ -45,11 +49,20 @@ def slope(xs, ys):
             / sum((x - mean_x) ** 2 for x in xs))
 
 
+class Given(ctypes.Structure):
+    """glibc's struct mallinfo2; see mallinfo(3)."""
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
 def memory_mb():
-    """What of this process lies in RAM: all of it, and without the pages of mapped files. In MB of 10^6 bytes."""
-    status = Path("/proc/self/status").read_text()
-    return [int(re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024 / 1e6
-            for name in ("VmRSS", "RssAnon")]
+    """What of this process lies in RAM, the same without the pages of mapped files, and what malloc has given out; in
+    MB of 10^6 bytes."""
+    status, of_malloc = Path("/proc/self/status").read_text(), ctypes.CDLL(None).mallinfo2
+    of_malloc.restype = Given
+    given = of_malloc()
+    return [*(int(re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024 / 1e6
+              for name in ("VmRSS", "RssAnon")), (given.uordblks + given.hblkhd) / 1e6]
 
 
 # ---- in the process that trains
@@ -63,7 +76,7 @@ def measure(words, steps, warm, interval):
     import train
 
     configurator.configure(vars(train), words)
-    began, entered, samples = np.ones(steps), np.ones(steps), np.ones((steps // interval, 3))
+    began, entered, samples = np.ones(steps), np.ones(steps), np.ones((steps // interval, 1 + len(KINDS)))
     bare, square, products = np.ones(steps), torch.ones(SQUARE, SQUARE), [1]
     at_warm, numbers, train_step = [], itertools.count(1), train.train_step
 
@@ -77,11 +90,11 @@ def measure(words, steps, warm, interval):
         if step == warm // 2:
             one = np.median(bare[BARE_EVERY - 1:step:BARE_EVERY])
             products[0] = max(1, round(np.median(entered[1:step] - began[:step - 1]) / one))
-        began[step - 1] = time.perf_counter()
         if step == warm:
             at_warm.extend(clocks())
         if step % interval == 0:
             samples[step // interval - 1] = step, *memory_mb()
+        began[step - 1] = time.perf_counter()
         return train_step(*arguments)
 
     train.train_step = watched_step
@@ -93,7 +106,7 @@ def measure(words, steps, warm, interval):
 
 # ---- around it
 
-def session(steps, warm, interval, pause, folder):
+def session(steps, warm, interval, pause, more, folder):
     """What `measure` found in a session with a save, an evaluation and a sample every `pause` steps."""
     draw = np.random.default_rng(1337)
     for name, tokens in (("train.bin", TOKENS), ("val.bin", TOKENS // 100)):
@@ -102,7 +115,7 @@ def session(steps, warm, interval, pause, folder):
                     folder / "data", "--tokenizer", "bytes"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
                    stderr=subprocess.DEVNULL)
     words = [*WORDS, f"--max_steps={steps}", f"--data_dir={folder / 'data'}", f"--out_dir={folder / 'out'}",
-             *(f"--{name}_interval={pause}" for name in ("checkpoint", "eval", "sample"))]
+             *(f"--{name}_interval={pause}" for name in ("checkpoint", "eval", "sample")), *more]
     done = subprocess.run([sys.executable, __file__, "--measure", *map(str, (steps, warm, interval)), *words],
                           cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -122,7 +135,7 @@ def summary(found, warm, pause):
     bare = [1000 * seconds for seconds in found["bare"][warm // BARE_EVERY:]]
     at = [sample[0] for sample in after]
     row = {"steps": len(found["began"]), "samples": len(after), "first_at": int(at[0]), "last_at": int(at[-1])}
-    for name, column in (("rss", 1), ("anon", 2)):
+    for column, name in enumerate(KINDS, 1):
         numbers = [sample[column] for sample in after]
         late = len(after) // 2  # what grows at first is what the first saves and evaluations leave
         row |= {f"{name}_late_slope_kb_per_1000_steps": 1e6 * slope(at[late:], numbers[late:])}
@@ -141,11 +154,12 @@ def main():
     parser.add_argument("--warm", type=int, default=1000, help="steps before the samples that count")
     parser.add_argument("--interval", type=int, default=100, help="steps from sample to sample")
     parser.add_argument("--pause", type=int, default=1000, help="steps from save to save")
+    parser.add_argument("words", nargs="*", help="more words for train.py, after --")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        row = summary(session(asked.steps, asked.warm, asked.interval, asked.pause, Path(folder)), asked.warm,
-                      asked.pause)
-    for name, label in (("rss", "all in RAM (VmRSS)"), ("anon", "without mapped files (RssAnon)")):
+        found = session(asked.steps, asked.warm, asked.interval, asked.pause, asked.words, Path(folder))
+        row = summary(found, asked.warm, asked.pause)
+    for name, label in KINDS.items():
         print(f"{label:31} {row[f'{name}_first_mb']:8.2f} MB at step {row['first_at']:,}, "
               f"{row[f'{name}_last_mb']:8.2f} MB at step {row['last_at']:,} ({row[f'{name}_least_mb']:.2f} to "
               f"{row[f'{name}_most_mb']:.2f}), slope {row[f'{name}_slope_kb_per_1000_steps']:+.1f} kB per 1,000 steps, "
@@ -154,7 +168,8 @@ def main():
           f"{row['step_p99_over_median']:.2f}; a bare loop of products beside it {row['bare_ms']:.2f} ms, "
           f"{row['bare_p99_over_median']:.2f}; other work took {row['foreign']:.1%} of the machine"
           + ("" if row["foreign"] < MOST_FOREIGN else ": too much for the step times to say anything"))
-    print(json.dumps({"bench": "memory", **row, "quiet": row["foreign"] < MOST_FOREIGN, "cores": os.cpu_count(),
+    print(json.dumps({"bench": "memory", **row, "words": asked.words,
+                      "quiet": row["foreign"] < MOST_FOREIGN, "cores": os.cpu_count(),
                       "python": platform.python_version()}))
 
 

@@ -1,11 +1,13 @@
-"""The benches of start-up, loader, memory and logging: their arithmetic on known numbers, and a small run of each."""
+"""The benches of throughput, start-up, loader, memory, logging: arithmetic on known numbers, a small run of each."""
 
 import concurrent.futures
 import importlib.util
 import json
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +25,15 @@ def loaded(name):
     return module
 
 
-startup, loader, memory, gains, tokens_to_loss, log_cost, data_bench = map(loaded, (
-    "startup", "loader", "memory", "gains", "tokens_to_loss", "log_cost", "data"))
+startup, loader, memory, gains, tokens_to_loss, log_cost, data_bench, throughput = map(loaded, (
+    "startup", "loader", "memory", "gains", "tokens_to_loss", "log_cost", "data", "throughput"))
+TRAINER = """import sys
+print("loading", flush=True)
+for step in range(1, 1 + int(sys.argv[1])):
+    sum(range(300_000))  # some milliseconds of work
+    print("step", step, flush=True)
+"""
+ENDLESS = [sys.executable, "-c", TRAINER, str(10**9)]
 
 
 def figures_of(name, *words):
@@ -69,17 +78,20 @@ def test_steps_beside_a_pause_are_counted_apart():
 
 
 def test_memory_figures_count_from_the_warm_step_on():
-    samples = [[step, 100 + step / 1000 if step > 10 else 900, 50] for step in (10, 20, 30, 40)]
+    samples = [[step, 100 + step / 1000 if step > 10 else 900, 50, 40 - step / 1000] for step in (10, 20, 30, 40)]
     at = [0.01 * i for i in range(41)]
     row = memory.summary({"samples": samples, "began": at, "entered": at, "bare": [0.02] * 10, "foreign": 0.0}, 20, 10)
     assert (row["first_at"], row["last_at"], row["samples"]) == (20, 40, 3)
     assert row["rss_slope_kb_per_1000_steps"] == pytest.approx(1000) and row["anon_slope_kb_per_1000_steps"] == 0
+    assert row["given_slope_kb_per_1000_steps"] == pytest.approx(-1000) and row["given_first_mb"] == 39.98
     assert row["step_p99_over_median"] == row["bare_p99_over_median"] == pytest.approx(1) and row["bare_ms"] == 20
 
 
 def test_memory_is_that_of_this_process():
-    rss, anon = memory.memory_mb()
-    assert 10 < anon < rss < 10_000
+    before, held = memory.memory_mb(), torch.ones(10_000_000)
+    after = memory.memory_mb()
+    assert 10 < before[1] < before[0] < 10_000 and held.sum() == 10_000_000
+    assert [later - earlier for earlier, later in zip(before, after)] == pytest.approx([40] * 3, abs=4)
 
 
 def launched(seconds, load):
@@ -163,7 +175,8 @@ def test_text_to_tokenise_is_as_much_as_was_asked_for():
 def test_memory_runs():
     found, table = figures_of("memory", "--steps", "200", "--warm", "50", "--interval", "10", "--pause", "50")
     assert (found["steps"], found["first_at"], found["last_at"], found["samples"]) == (200, 50, 200, 16)
-    assert found["rss_last_mb"] > found["anon_last_mb"] > 10 and found["step_p99_ms"] >= found["step_ms"] > 0
+    assert found["rss_last_mb"] > found["anon_last_mb"] > found["given_last_mb"] > 10
+    assert found["step_p99_ms"] >= found["step_ms"] > 0
     assert found["pause_ms"] > 0 and 0 <= found["foreign"] <= 1 and "VmRSS" in table
     assert found["quiet"] is (found["foreign"] < memory.MOST_FOREIGN)
 
@@ -178,6 +191,133 @@ def test_a_roofline_is_peak_over_flops_and_its_shares_are_of_a_step():
     assert t4["exchange_share"] == pytest.approx(4 * 106_194_240 / 15.75e9 / (262_144 / 30_000))
     assert a5000["exchange_share"] == 0 and eight["step_ms"] == pytest.approx(1000 * 524_288 / 3_520_000)
     assert "2 x Tesla T4" in table
+
+
+# -- throughput
+
+def state_of(pid):
+    """Of a process: 'T' is stopped; '' where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def within(seconds, holds):
+    """Whether something holds before so many seconds have passed."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return holds()
+
+
+def test_a_trainer_stands_still_between_turns_and_is_gone_at_the_end(tmp_path):
+    with open(tmp_path / "log", "wb") as log:
+        trainer = throughput.Trainer(ENDLESS, tmp_path, log)
+        try:
+            for count in (3, 0, 1):
+                assert len(marks := trainer.steps(count)) == count and marks == sorted(marks)
+                assert within(10, lambda: state_of(trainer.process.pid) == "T")
+            assert len(spans := trainer.turn(2)) == 2 and 0 <= min(spans) and trainer.wall > sum(spans)
+            assert within(10, lambda: state_of(trainer.process.pid) == "T") and 0 <= trainer.foreign_share() <= 1
+        finally:
+            trainer.end()
+    assert state_of(trainer.process.pid) == ""
+    assert (tmp_path / "log").read_text().startswith("loading\nstep 1\nstep 2\nstep 3\n")
+
+
+def test_a_trainer_that_ends_too_soon_or_is_not_there_is_told(tmp_path):
+    with open(tmp_path / "log", "wb") as log:
+        trainer = throughput.Trainer([*ENDLESS[:3], "2"], tmp_path, log)
+        try:
+            with pytest.raises(SystemExit, match="(?s)2 of 3 step lines came; the last it said:.*loading.*step 2"):
+                trainer.steps(3)
+        finally:
+            trainer.end()
+        with pytest.raises(SystemExit, match="no-such-trainer 7: .*No such file"):
+            throughput.Trainer(["no-such-trainer", "7"], tmp_path, log)
+
+
+@pytest.mark.parametrize("second", [["no-such-trainer"], [*ENDLESS[:3], "4"]], ids=["missing", "ends"])
+def test_where_the_second_trainer_fails_the_first_is_ended(second, tmp_path, monkeypatch):
+    started, start = [], throughput.Trainer
+
+    def noted(*arguments):
+        started.append(start(*arguments))
+        return started[-1]
+    monkeypatch.setattr(throughput, "Trainer", noted)
+    commands = {"first": (ENDLESS, tmp_path, throughput.STEP_LINE), "second": (second, tmp_path, throughput.STEP_LINE)}
+    with pytest.raises(SystemExit):
+        throughput.one_round(commands, types.SimpleNamespace(warm=1, turns=3, steps=1), tmp_path)
+    assert started and all(state_of(trainer.process.pid) == "" for trainer in started)
+
+
+def test_a_bench_that_is_killed_leaves_no_trainer(tmp_path):
+    (tmp_path / "other.py").write_text(TRAINER)
+    code = f"import sys; sys.path.append({str(ROOT / 'bench')!r}); import throughput\n" \
+           f"trainer = throughput.Trainer({ENDLESS!r}, '.', open('log', 'wb'))\n" \
+           "trainer.steps(1); print(trainer.process.pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as bench:
+        pid = int(bench.stdout.readline())
+        assert within(10, lambda: state_of(pid) == "T")
+        bench.kill()
+    assert within(10, lambda: state_of(pid) in ("", "Z")), "a killed bench takes a trainer that stands still with it"
+
+
+def test_who_comes_first_in_a_turn_alternates(tmp_path, monkeypatch):
+    turns = []
+
+    class Stub:
+        began, process = 0.0, types.SimpleNamespace(pid=None)
+
+        def __init__(self, command, *_):
+            self.name = command
+
+        def steps(self, count):
+            return [5.0] * count
+
+        def turn(self, steps):
+            turns.append(self.name)
+            return [1.0] * steps
+
+        foreign_share, end = (lambda self: 0.0), (lambda self: None)
+    monkeypatch.setattr(throughput, "Trainer", Stub)
+    monkeypatch.setattr(throughput, "peak_gb", lambda pid: 1.0)
+    found = throughput.one_round({name: (name, tmp_path, None) for name in "ab"},
+                                 types.SimpleNamespace(warm=1, turns=3, steps=2), tmp_path)
+    assert "".join(turns) == "abbaab"
+    assert found["a"] == {"first_s": 5.0, "turns": [[1.0, 1.0]] * 3, "peak_gb": 1.0, "foreign": 0.0, "step_s": 1.0}
+
+
+def rounds_of(count, seconds, foreign=0.0, gb=1.0):
+    return [{"turns": [[s, s] for s in seconds], "peak_gb": gb, "first_s": 4 * gb, "foreign": foreign,
+             "step_s": seconds[0]}] * count
+
+
+def test_ratios_are_taken_between_turns_that_follow_one_another_in_quiet_rounds():
+    ours, other = rounds_of(5, [1.0, 2.0, 4.0]), rounds_of(5, [1.5, 4.0, 9.0], gb=2.0)
+    assert throughput.ratios_of({"longhaul": ours, "other": other}) == {
+        "tokens_per_s": pytest.approx([(1.5 * 2 * 2.25) ** (1 / 3)] * 5), "peak_gb": [0.5] * 5, "first_s": [0.5] * 5}
+    noisy = rounds_of(1, [9.0, 9.0, 9.0], foreign=0.11)
+    assert len(throughput.ratios_of({"longhaul": ours + noisy, "other": other * 2})["tokens_per_s"]) == 5
+    assert throughput.ratios_of({"longhaul": ours[:4] + noisy, "other": other}) == {}, "too few quiet rounds"
+    assert throughput.ratios_of({"longhaul": rounds_of(5, [0.24]), "other": rounds_of(5, [0.5])}) == {}, "too short"
+    assert throughput.ratios_of({"longhaul": ours}) == {}
+    assert throughput.spread([2.0, 4.0, 8.0]) == pytest.approx(
+        {"median": 4, "least": 2, "most": 8, "mean": 4, "error": 4 * 0.6931472 / 3**0.5})
+
+
+def test_throughput_runs(tmp_path):
+    (tmp_path / "other.py").write_text(TRAINER)
+    found, table = figures_of("throughput", "--shape", "byte", "--rounds", "1", "--turns", "1", "--steps", "1",
+                              "--warm", "0", "--line", "step", "--against",
+                              f"{sys.executable} {tmp_path}/other.py {{steps}}000000")
+    for trainer in ("longhaul", "other"):
+        [run] = found["shapes"]["byte"]["runs"][trainer]
+        assert run["step_s"] > 0 and len(run["turns"]) == len(run["turns"][0]) == 1
+        assert run["first_s"] > 0.01 and run["peak_gb"] > 0.005
+    assert found["shapes"]["byte"]["ratios"] == {} and "no ratio: fewer than 5 rounds" in table
 
 
 # -- gains
