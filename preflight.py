@@ -276,10 +276,15 @@ Ranks = collections.namedtuple("Ranks", "rank world_size device")  # who this pr
 
 
 def take_place(device_type, one_thread):
-    """The Ranks of this process, as torchrun says; sets its device and CPU threads."""
+    """The Ranks of this process, as torchrun says; sets its device and CPU threads.
+
+    Raises ValueError, alike on all ranks of a host, where it has fewer GPUs than ranks."""
     number = lambda name, default: int(os.environ.get(name) or default)
     device = torch.device(device_type)
     if device_type == "cuda":
+        if (found := torch.cuda.device_count()) < (wanted := number("LOCAL_WORLD_SIZE", 1)):
+            raise ValueError(f"{wanted} ranks on this host need a GPU each, found {found}; --nproc_per_node={found} or "
+                             "device='cpu' would do")
         device = torch.device("cuda", number("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
     torch.set_num_threads(1 if one_thread else threads_of(

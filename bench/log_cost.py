@@ -7,7 +7,7 @@ Logged is a row of metrics.jsonl with its live line and an event for each step, 
 wandb (offline) and the thread that samples the machine run. The arms: a step of 50 ms alone (`plain`), and with all
 of that (`all`). A step is products of small matrices on one thread, so many as take 50 ms; what the child and the
 thread take from it shows in the step's own time. Beside, as a share of the plain step of the same round: the row and
-its live line, which each step has, as a mean, for they are written for all steps of 0.2 s at once; an event, which
+its live line, which each step has, as a mean, as those of all steps of 0.2 s are written at once; an event, which
 few have; and a sample of the machine in CPU time, as a share of the 10 s between two. Before a row `main` asks for the
 pass of the next step whether or not it logs, and so does this, outside of the time. Prints a table, then one JSON line.
 """

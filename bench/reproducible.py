@@ -1,4 +1,4 @@
-"""What reproducible=True costs: milliseconds a step with it and without, at 1 and 2 ranks, interleaved.
+"""What reproducible=True costs: milliseconds a step with it and without, at 1, 2 and 4 ranks, interleaved.
 
     python bench/reproducible.py --rounds 5
 

@@ -7,7 +7,7 @@ train.py itself runs with its logging on. A step is the wall clock between two o
 clipping, optimizer and logging are in it; the first step counts from the start of the process. Another trainer must
 print one line a step that begins with "step N" or "iter N", or as --line says; {data}, {out}, {steps}, {vocab},
 {n_layer}, {n_head}, {n_embd}, {context} and {batch} are filled in, where {data} has train.bin and val.bin of uint16
-token ids. train.py tells steps shorter than 0.2 s together, so no speed is told where a step took less than 0.25 s.
+token ids. train.py tells steps shorter than 0.2 s together, so no ratio is told where a step took less than 0.25 s.
 
 In a round both start afresh, one after the other, and then take turns: one stands still (SIGSTOP) while the other does
 a step that settles and then those that count. A machine whose speed drifts is the same for two turns that follow one

@@ -425,6 +425,21 @@ def test_device(monkeypatch):
         preflight.pick_device("cuda")
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert preflight.take_place("cuda", False) == (5, 8, torch.device("cuda", 1))
+    assert chosen == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="4 ranks on this host need a GPU each, found 2; --nproc_per_node=2 or device"):
+        preflight.take_place("cuda", False)  # on the ranks that have one as well
+    assert preflight.take_place("cpu", False) == (5, 8, torch.device("cpu"))
+
+
 def test_compile_is_on_for_cards_of_capability_8_and_up(monkeypatch):
     assert preflight.pick_compile("auto", "cuda", True)
     assert not preflight.pick_compile("auto", "cuda", False)
