@@ -157,7 +157,7 @@ FIRST_LOSS_SCALE, LOSS_SCALE_GROWTH_STEPS = 2.0**16, 2000  # float16; it doubles
 CONTROL_WINDOWS = 8
 READ_STEPS, READ_TOKENS = 256, 2**21  # most that are read at once: after a step, with cold caches, few cost like many
 MIX_BLOCK = 10_000  # windows after each of which the shares of a mixture are exact
-CPU_EVAL_WINDOWS = 8  # windows in one evaluation forward on CPU: fixed, so that batch_size cannot change a bit of it
+CPU_EVAL_TOKENS = 1024  # in one evaluation forward on CPU, or 8 windows: fixed, so that batch_size changes no bit of it
 DROP_STEP_AFTER_S, CONTROL_AFTER_SIGNAL_S = 10.0, 5.0  # after a signal: when a step, and a control loss, are given up
 STEPS_READ_LATE = {"cuda": 1}  # on a GPU the host reads a step's outcome while the next step runs
 RANK_TIMEOUT_S = 600  # a rank that has not answered for so long ends the session
@@ -811,7 +811,7 @@ def main():
         control_stream = val_stream if len(all_val) else train_stream
         autocast = lambda: (contextlib.nullcontext() if compute == "float32"
                             else torch.autocast(kind, getattr(torch, compute)))
-        group = CPU_EVAL_WINDOWS if kind == "cpu" else batch_size
+        group = max(8, CPU_EVAL_TOKENS // block_size) if kind == "cpu" else batch_size
         evaluation = group, block_size, autocast, token_bytes, interrupt, sources
         peak = ranks.world_size * preflight.peak_flops(kind, compute, peak_tflops)
         live = tensors_of(model, opt)

@@ -499,7 +499,8 @@ def test_a_signal_in_the_last_evaluation_cuts_it_short_and_the_next_launch_ends_
                                                                                    world_size, rank):
     words = words_of(tmp_path / "run", data, eval_tokens=0)
     action = before_evaluation(1, functools.partial(signal_self, "SIGTERM"), rank)
-    (ranks,) = run_ranks(world_size, tmp_path, (words, {"evaluate": action}))
+    patches = {"evaluate": action, "CPU_EVAL_TOKENS": 1}  # so that each rank has some windows
+    (ranks,) = run_ranks(world_size, tmp_path, (words, patches))
     assert [code for code, _ in ranks] == [0] * world_size
     assert status(tmp_path / "run") == ("stopped", "signal", 12)
     assert "finished (horizon)" in ok(words)
